@@ -1,0 +1,512 @@
+//! y = x · wᵀ + bias, for x (rows, in) in F32 and w (out, in) in any number format.
+//!
+//! Each element is one sum in 16 lanes: lane i adds the products of columns i, i + 16, i + 32, ... in this
+//! order, each fused; then the lanes are added as [`Simd::sum`] does. Columns beyond the last are zero.
+//! Everything else is arrangement, and departs from a plain loop for these reasons:
+//!
+//! 1. x is packed: rows in tiles of R, within a tile 16 columns of one row after 16 of the next. A tile is
+//!    read in one run, whatever its rows' distance, and needs no special end.
+//! 2. Few rows: the weights stream from memory into the products, several outs at a time, so that there are
+//!    enough independent sums and enough open memory streams.
+//! 3. More rows: a panel of outs is converted to F32 once, packed as x is, and kept in the second-level
+//!    cache while all tiles of x pass by. R x O sums stay in registers.
+//! 4. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
+//!    later columns go on where those of earlier ones ended, so the cut does not show in the result.
+//!
+//! Invariant: R, O, the panels and the cuts decide only when a product is added, never in which order.
+
+#![allow(unsafe_code)]
+
+use super::pool::{Parts, Pool};
+use super::simd::{Code, ForCode, Kernel, LANES, Level, Simd, load_part, prefetch, with_code};
+use crate::backend::{DeviceError, Weight};
+use crate::host::HostBuf;
+use std::ops::Range;
+
+/// Vectors of columns between two cuts.
+const CUT: usize = 24;
+/// F32 numbers of a panel: half of a second-level cache of 2 MiB.
+const PANEL: usize = 256 * 1024;
+/// Outs of a panel.
+const PANEL_OUTS: usize = 48;
+/// Rows of the largest tile, outs of the largest: what scratch is made for.
+const TILE_ROWS_MAX: usize = 8;
+const TILE_OUTS_MAX: usize = 3;
+/// Bytes of weights that a streaming item takes.
+const STREAM_BYTES: usize = 128 * 1024;
+/// Outs multiplied side by side when streaming.
+const STREAM_OUTS: usize = 8;
+/// Products that are not worth a second thread.
+const SMALL: usize = 64 * 1024;
+
+/// Buffers that grow with the limits and the widest weight, and not during steps.
+pub struct MatmulScratch {
+    /// (rows, in) packed.
+    x: HostBuf,
+    /// For each thread: the converted panel, then the sums of a tile of rows with all outs of the panel.
+    panels: HostBuf,
+    panel_len: usize,
+}
+
+const SUMS: usize = TILE_ROWS_MAX * PANEL_OUTS * LANES;
+
+impl MatmulScratch {
+    /// Room for `rows` rows of `inp` columns on `threads` threads.
+    pub fn new(rows: usize, inp: usize, threads: usize) -> Result<MatmulScratch, DeviceError> {
+        let padded = inp.next_multiple_of(LANES);
+        let panel_len = PANEL.max(TILE_OUTS_MAX * padded);
+        Ok(MatmulScratch {
+            x: HostBuf::zeroed(rows * padded * size_of::<f32>())?,
+            panels: HostBuf::zeroed(threads * (panel_len + SUMS) * size_of::<f32>())?,
+            panel_len,
+        })
+    }
+}
+
+/// y (rows, out) = x (rows, in) · wᵀ + bias.
+pub fn matmul(
+    pool: &mut Pool,
+    level: Level,
+    scratch: &mut MatmulScratch,
+    w: &Weight<HostBuf>,
+    bias: Option<&[f32]>,
+    x: &[f32],
+    y: &mut [f32],
+) {
+    let rows = x.len() / w.inp;
+    assert_eq!(y.len(), rows * w.out, "y is (rows, out); this is a bug");
+    level.run(Multiply { pool, scratch, w, bias, x, y, rows });
+}
+
+struct Multiply<'a> {
+    pool: &'a mut Pool,
+    scratch: &'a mut MatmulScratch,
+    w: &'a Weight<HostBuf>,
+    bias: Option<&'a [f32]>,
+    x: &'a [f32],
+    y: &'a mut [f32],
+    rows: usize,
+}
+
+impl Kernel for Multiply<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        with_code(self.w.ty, Typed { op: self, simd });
+    }
+}
+
+struct Typed<'a, S> {
+    op: Multiply<'a>,
+    simd: S,
+}
+
+impl<S: Simd> ForCode for Typed<'_, S> {
+    type Out = ();
+
+    fn run<C: Code>(self) {
+        let (simd, Multiply { pool, scratch, w, bias, x, y, rows }) = (self.simd, self.op);
+        let tiles = Tiles::new(rows, if rows <= S::STREAM_ROWS { rows } else { S::TILE_ROWS });
+        let steps = w.inp.div_ceil(LANES);
+        let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
+        pack(pool, &tiles, w.inp, x, packed);
+        let codes = &C::of(&w.buf)[..w.out * w.inp];
+        let product = Product::<C> {
+            w: codes,
+            out: w.out,
+            inp: w.inp,
+            steps,
+            bias,
+            x: packed,
+            tiles,
+            y: Parts::new(y),
+        };
+        if rows <= S::STREAM_ROWS {
+            product.stream_all(pool, simd);
+        } else {
+            product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len);
+        }
+    }
+}
+
+/// Rows cut into tiles of nearly equal size.
+#[derive(Clone, Copy)]
+struct Tiles {
+    count: usize,
+    /// Rows of a tile; the first `longer` tiles have one more.
+    rows: usize,
+    longer: usize,
+}
+
+impl Tiles {
+    fn new(rows: usize, rows_max: usize) -> Tiles {
+        let count = rows.div_ceil(rows_max).max(1);
+        Tiles { count, rows: rows / count, longer: rows % count }
+    }
+
+    fn rows_of(&self, tile: usize) -> Range<usize> {
+        let first = tile * self.rows + tile.min(self.longer);
+        first..first + self.rows + usize::from(tile < self.longer)
+    }
+}
+
+/// Packs x (rows, inp): for each tile (steps, tile rows, 16), zero beyond the last column.
+fn pack(pool: &mut Pool, tiles: &Tiles, inp: usize, x: &[f32], packed: &mut [f32]) {
+    let padded = inp.next_multiple_of(LANES);
+    let small = packed.len() <= SMALL / 4;
+    let items = if small { 1 } else { tiles.count };
+    let packed = Parts::new(packed);
+    pool.run(items, |_, item| {
+        for tile in if small { 0..tiles.count } else { item..item + 1 } {
+            let rows = tiles.rows_of(tile);
+            // SAFETY: each tile belongs to one item.
+            let to = unsafe { packed.part(rows.start * padded..rows.end * padded) };
+            for (r, x) in x[rows.start * inp..rows.end * inp].chunks_exact(inp).enumerate() {
+                pack_row(x, r, rows.len(), to);
+            }
+        }
+    });
+}
+
+fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
+    let (to, _) = to.as_chunks_mut::<LANES>();
+    let (x, rest) = x.as_chunks::<LANES>();
+    for (to, x) in to[r..].iter_mut().step_by(rows).zip(x) {
+        *to = *x;
+    }
+    if !rest.is_empty() {
+        let last = &mut to[x.len() * rows + r];
+        *last = [0.0; LANES];
+        last[..rest.len()].copy_from_slice(rest);
+    }
+}
+
+/// One multiplication, as the threads see it.
+struct Product<'a, C: Code> {
+    /// (out, inp).
+    w: &'a [C::Raw],
+    out: usize,
+    inp: usize,
+    /// Vectors of columns.
+    steps: usize,
+    bias: Option<&'a [f32]>,
+    /// Packed.
+    x: &'a [f32],
+    tiles: Tiles,
+    /// (rows, out).
+    y: Parts<'a, f32>,
+}
+
+impl<C: Code> Product<'_, C> {
+    fn rows(&self) -> usize {
+        self.x.len() / (self.steps * LANES)
+    }
+
+    /// Outs of one work item: `wanted` of them, fewer where that leaves threads idle, a multiple of `tile`.
+    fn outs_each(&self, threads: usize, wanted: usize, tile: usize) -> usize {
+        if self.rows() * self.out * self.inp <= SMALL || threads == 1 {
+            return wanted.next_multiple_of(tile);
+        }
+        wanted.min(self.out.div_ceil(4 * threads)).next_multiple_of(tile)
+    }
+
+    /// Calls `work(worker, outs)` for runs of `outs_each` outs, the first runs first.
+    fn for_outs(&self, pool: &mut Pool, outs_each: usize, work: impl Fn(usize, Range<usize>) + Sync) {
+        let items = self.out.div_ceil(outs_each);
+        pool.run(items, |worker, item| {
+            let first = (items - 1 - item) * outs_each;
+            work(worker, first..self.out.min(first + outs_each));
+        });
+    }
+
+    fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
+        let wanted = STREAM_BYTES / (self.inp * size_of::<C::Raw>()).min(STREAM_BYTES);
+        let outs_each = match self.rows() * self.out * self.inp <= SMALL {
+            true => self.out,
+            false => self.outs_each(pool.threads(), wanted, STREAM_OUTS),
+        };
+        self.for_outs(pool, outs_each, |_, outs| match (self.rows(), S::STREAM_ROWS) {
+            (1, 1) => simd.call(Stream::<C, 1, 4> { product: self, outs }),
+            (1, _) => simd.call(Stream::<C, 1, STREAM_OUTS> { product: self, outs }),
+            (2, _) => simd.call(Stream::<C, 2, STREAM_OUTS> { product: self, outs }),
+            (3, _) => simd.call(Stream::<C, 3, STREAM_OUTS> { product: self, outs }),
+            (rows, _) => unreachable!("{rows} rows are not streamed; this is a bug"),
+        });
+    }
+
+    fn panel_all<S: Simd>(&self, pool: &mut Pool, simd: S, panels: &mut HostBuf, panel_len: usize) {
+        let fits = panel_len / (self.steps * LANES) / S::TILE_OUTS * S::TILE_OUTS;
+        let outs_each = self.outs_each(pool.threads(), PANEL_OUTS.min(fits), S::TILE_OUTS);
+        let panels = Parts::new(panels.f32_mut());
+        self.for_outs(pool, outs_each.min(fits), |worker, outs| {
+            let at = worker * (panel_len + SUMS);
+            // SAFETY: each worker has its own scratch and is in one item at a time.
+            let scratch = unsafe { panels.part(at..at + panel_len + SUMS) };
+            let (w, sums) = scratch.split_at_mut(panel_len);
+            let panel = Panel { product: self, outs, w, sums };
+            match S::TILE_OUTS {
+                2 => panel.run::<S, 2>(simd),
+                _ => panel.run::<S, 3>(simd),
+            }
+        });
+    }
+
+    /// The codes of vector number `step` of out number `out`, which need not be whole.
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, out: usize, step: usize) -> S::V {
+        let row = &self.w[out * self.inp..][..self.inp];
+        load_part::<S, C>(simd, &row[step * LANES..self.inp.min((step + 1) * LANES)])
+    }
+
+    /// y[row][first..] = the sums of up to four outs, + bias.
+    #[inline(always)]
+    fn put(&self, row: usize, first: usize, sums: &[f32]) {
+        // SAFETY: an out belongs to one item, so no other thread writes these elements.
+        let y = unsafe { self.y.part(row * self.out + first..row * self.out + first + sums.len()) };
+        for (i, y) in y.iter_mut().enumerate() {
+            *y = match self.bias {
+                Some(bias) => sums[i] + bias[first + i],
+                None => sums[i],
+            };
+        }
+    }
+}
+
+/// R rows with a run of outs, O at a time, straight from the stored weights.
+struct Stream<'a, C: Code, const R: usize, const O: usize> {
+    product: &'a Product<'a, C>,
+    outs: Range<usize>,
+}
+
+impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let product = self.product;
+        let whole = product.inp / LANES;
+        let mut first = self.outs.start;
+        while first < self.outs.end {
+            // Outs beyond the last repeat it; their sums are not stored.
+            let mut w = [product.w.as_ptr(); O];
+            for (o, w) in w.iter_mut().enumerate() {
+                *w = w.wrapping_add((first + o).min(product.out - 1) * product.inp);
+            }
+            let mut sums = [[simd.splat(0.0); O]; R];
+            for step in 0..whole {
+                let x = load_tile::<S, R>(simd, product.x, step);
+                for o in 0..O {
+                    let at = w[o].wrapping_add(step * LANES);
+                    prefetch(at.wrapping_add(O * product.inp));
+                    // SAFETY: 16 codes from `step * LANES` on are within out `o`'s row of `product.w`.
+                    let w = C::load(simd, unsafe { &*at.cast::<[C::Raw; LANES]>() });
+                    for r in 0..R {
+                        sums[r][o] = simd.mul_add(x[r], w, sums[r][o]);
+                    }
+                }
+            }
+            if whole < product.steps {
+                let x = load_tile::<S, R>(simd, product.x, whole);
+                for o in 0..O {
+                    let w = product.load(simd, (first + o).min(product.out - 1), whole);
+                    for r in 0..R {
+                        sums[r][o] = simd.mul_add(x[r], w, sums[r][o]);
+                    }
+                }
+            }
+            let count = O.min(self.outs.end - first);
+            for (r, sums) in sums.iter().enumerate() {
+                for (i, sums) in sums.as_chunks::<4>().0.iter().enumerate() {
+                    let count = count.saturating_sub(4 * i).min(4);
+                    product.put(r, first + (4 * i).min(O - 4), &simd.sum4(*sums)[..count]);
+                }
+            }
+            first += O;
+        }
+    }
+}
+
+/// Vector number `step` of each row of the one tile.
+#[inline(always)]
+fn load_tile<S: Simd, const R: usize>(simd: S, x: &[f32], step: usize) -> [S::V; R] {
+    let at = &x[step * R * LANES..][..R * LANES].as_chunks::<LANES>().0;
+    let mut v = [simd.splat(0.0); R];
+    for r in 0..R {
+        v[r] = simd.load(&at[r]);
+    }
+    v
+}
+
+/// All rows with a run of outs, through a converted panel.
+struct Panel<'a, C: Code> {
+    product: &'a Product<'a, C>,
+    outs: Range<usize>,
+    /// Converted: (cuts, tiles of outs, steps, O, 16).
+    w: &'a mut [f32],
+    /// (tiles of outs, tile rows, O, 16).
+    sums: &'a mut [f32],
+}
+
+impl<C: Code> Panel<'_, C> {
+    fn run<S: Simd, const O: usize>(mut self, simd: S) {
+        let out_tiles = self.outs.len().div_ceil(O);
+        for tile in 0..self.product.tiles.count {
+            let rows = self.product.tiles.rows_of(tile);
+            self.sums[..out_tiles * rows.len() * O * LANES].fill(0.0);
+            for cut in (0..self.product.steps).step_by(CUT) {
+                let steps = cut..self.product.steps.min(cut + CUT);
+                for out_tile in 0..out_tiles {
+                    self.multiply::<S, O>(simd, tile, &steps, out_tile);
+                }
+            }
+            simd.call(Finish::<C, O> { panel: &self, rows });
+        }
+    }
+
+    /// One tile of rows with one of outs, over the columns of `steps`.
+    fn multiply<S: Simd, const O: usize>(
+        &mut self,
+        simd: S,
+        tile: usize,
+        steps: &Range<usize>,
+        out_tile: usize,
+    ) {
+        let out_tiles = self.outs.len().div_ceil(O);
+        let at = (steps.start * out_tiles + out_tile * steps.len()) * O * LANES;
+        let w = &mut self.w[at..][..steps.len() * O * LANES];
+        if tile == 0 {
+            let first = self.outs.start + out_tile * O;
+            simd.call(Convert::<C, O> { product: self.product, first, panel: out_tiles * O, steps, w });
+        }
+        let rows = self.product.tiles.rows_of(tile);
+        let at = (rows.start * self.product.steps + steps.start * rows.len()) * LANES;
+        let x = &self.product.x[at..][..steps.len() * rows.len() * LANES];
+        let tile_len = rows.len() * O * LANES;
+        let sums = &mut self.sums[out_tile * tile_len..][..tile_len];
+        match rows.len() {
+            1 => simd.call(Micro::<1, O> { x, w, sums }),
+            2 => simd.call(Micro::<2, O> { x, w, sums }),
+            3 => simd.call(Micro::<3, O> { x, w, sums }),
+            4 => simd.call(Micro::<4, O> { x, w, sums }),
+            5 => simd.call(Micro::<5, O> { x, w, sums }),
+            6 => simd.call(Micro::<6, O> { x, w, sums }),
+            7 => simd.call(Micro::<7, O> { x, w, sums }),
+            8 => simd.call(Micro::<8, O> { x, w, sums }),
+            rows => unreachable!("no tile has {rows} rows; this is a bug"),
+        }
+    }
+}
+
+/// Converts O outs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the last out.
+struct Convert<'a, C: Code, const O: usize> {
+    product: &'a Product<'a, C>,
+    first: usize,
+    /// Outs of the panel: how far the next one is.
+    panel: usize,
+    steps: &'a Range<usize>,
+    w: &'a mut [f32],
+}
+
+impl<C: Code, const O: usize> Kernel for Convert<'_, C, O> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let product = self.product;
+        let (w, _) = self.w.as_chunks_mut::<LANES>();
+        let whole = self.steps.start..self.steps.end.min(product.inp / LANES);
+        // What this thread reads next of the same out: the columns after the cut, or, at the end of the
+        // row, the first ones of the next panel.
+        let ahead = match self.steps.end < product.steps {
+            true => CUT * LANES,
+            false => self.panel * product.inp - self.steps.start * LANES,
+        };
+        for o in 0..O {
+            let out = self.first + o;
+            if out >= product.out {
+                for i in 0..self.steps.len() {
+                    w[i * O + o] = [0.0; LANES];
+                }
+                continue;
+            }
+            let row = product.w[out * product.inp..][..product.inp].as_chunks::<LANES>().0;
+            for step in whole.clone() {
+                let codes = &row[step];
+                prefetch(codes.as_ptr().wrapping_add(ahead));
+                simd.store(C::load(simd, codes), &mut w[(step - whole.start) * O + o]);
+            }
+            if whole.end < self.steps.end {
+                simd.store(product.load(simd, out, whole.end), &mut w[(whole.end - whole.start) * O + o]);
+            }
+        }
+    }
+}
+
+/// sums (R, O, 16) += the products of x (steps, R, 16) and w (steps, O, 16).
+struct Micro<'a, const R: usize, const O: usize> {
+    x: &'a [f32],
+    w: &'a [f32],
+    sums: &'a mut [f32],
+}
+
+impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (x, w) = (self.x.as_chunks::<LANES>().0, self.w.as_chunks::<LANES>().0);
+        let (totals, _) = self.sums.as_chunks_mut::<LANES>();
+        assert!(totals.len() == R * O && x.len().is_multiple_of(R) && x.len() / R * O == w.len());
+        let mut sums = [[simd.splat(0.0); O]; R];
+        for r in 0..R {
+            for o in 0..O {
+                sums[r][o] = simd.load(&totals[r * O + o]);
+            }
+        }
+        for (x, w) in x.as_chunks::<R>().0.iter().zip(w.as_chunks::<O>().0) {
+            let mut out = [simd.splat(0.0); O];
+            for o in 0..O {
+                out[o] = simd.load(&w[o]);
+            }
+            for r in 0..R {
+                let x = simd.load(&x[r]);
+                for o in 0..O {
+                    sums[r][o] = simd.mul_add(x, out[o], sums[r][o]);
+                }
+            }
+        }
+        for r in 0..R {
+            for o in 0..O {
+                simd.store(sums[r][o], &mut totals[r * O + o]);
+            }
+        }
+    }
+}
+
+/// Adds the lanes of the sums of a tile of rows with all outs of the panel, and writes y.
+struct Finish<'a, 'b, C: Code, const O: usize> {
+    panel: &'a Panel<'b, C>,
+    rows: Range<usize>,
+}
+
+impl<C: Code, const O: usize> Kernel for Finish<'_, '_, C, O> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (panel, rows) = (self.panel, self.rows.len());
+        let (sums, _) = panel.sums.as_chunks::<LANES>();
+        for r in 0..rows {
+            for first in (0..panel.outs.len()).step_by(4) {
+                let mut four = [simd.splat(0.0); 4];
+                let count = four.len().min(panel.outs.len() - first);
+                for (i, v) in four.iter_mut().enumerate() {
+                    let out = first + i.min(count - 1);
+                    *v = simd.load(&sums[(out / O * rows + r) * O + out % O]);
+                }
+                panel.product.put(self.rows.start + r, panel.outs.start + first, &simd.sum4(four)[..count]);
+            }
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Worker threads for one driving thread: a job is a number of items, claimed one by one, the last first.
+//!
+//! The driver works too. Between jobs workers spin for a moment, then sleep, so that several pools (and
+//! other programs) can share a machine. A dispatch allocates nothing.
+//! Invariant: when [`Pool::run`] returns, every item has run exactly once and no worker can see the job.
+
+#![allow(unsafe_code)]
+
+use crate::backend::DeviceError;
+use std::any::Any;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long an idle thread looks for work, or for the end of a job, before it sleeps.
+const SPIN: Duration = Duration::from_micros(40);
+/// Looks between two readings of the clock.
+const SPIN_LOOKS: usize = 64;
+/// Elements of a row-wise operation that are worth an item of their own.
+const ITEM_ELEMENTS: usize = 16 * 1024;
+
+/// The threads. Dropping the pool ends and joins them.
+pub struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+/// What driver and workers share. The job's fields are written while no ticket is out, and read only by
+/// whoever then wins a ticket of that job.
+struct Shared {
+    /// Job number << 32 | items not yet claimed. Zero items: there is nothing to be had.
+    ticket: Line<AtomicU64>,
+    /// Items finished.
+    done: Line<AtomicUsize>,
+    items: AtomicUsize,
+    /// The driver's closure, and the function that knows its type.
+    work: AtomicPtr<()>,
+    call: AtomicPtr<()>,
+    stop: AtomicBool,
+    /// Workers that sleep or are about to.
+    sleepers: AtomicUsize,
+    door: Mutex<()>,
+    wake: Condvar,
+    finished: Condvar,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+/// Keeps what is written often on a cache line of its own.
+#[repr(align(128))]
+struct Line<T>(T);
+
+type Call = unsafe fn(*const (), usize, usize);
+
+impl Pool {
+    /// A pool of `threads`, the driver counted.
+    pub fn new(threads: usize) -> Result<Pool, DeviceError> {
+        let mut pool = Pool { shared: Arc::new(Shared::new()), workers: Vec::with_capacity(threads) };
+        for worker in 1..threads {
+            let shared = pool.shared.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("cpu-{worker}"))
+                .spawn(move || shared.work_until_stopped(worker))
+                .map_err(|source| DeviceError::Fault(format!("cannot start a worker thread: {source}")))?;
+            pool.workers.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// Threads that work on a job, the driver counted: worker numbers are below this.
+    pub fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `work(worker, item)` for each item below `items`, on all threads, and returns when all are done.
+    /// A panic of one item is raised here, after the others have ended.
+    pub fn run<F: Fn(usize, usize) + Sync>(&mut self, items: usize, work: F) {
+        if self.workers.is_empty() || items < 2 {
+            return (0..items).for_each(|item| work(0, item));
+        }
+        let shared = &*self.shared;
+        shared.work.store(&raw const work as *mut (), Ordering::Relaxed);
+        shared.call.store(call::<F> as Call as *mut (), Ordering::Relaxed);
+        shared.items.store(items, Ordering::Relaxed);
+        shared.done.0.store(0, Ordering::Relaxed);
+        let job = (shared.ticket.0.load(Ordering::Relaxed) >> 32) + 1;
+        let items_left = u64::from(u32::try_from(items).expect("a job has under 2^32 items; this is a bug"));
+        shared.ticket.0.store(job << 32 | items_left, Ordering::SeqCst);
+        if shared.sleepers.load(Ordering::SeqCst) > 0 {
+            drop(shared.lock());
+            shared.wake.notify_all();
+        }
+        shared.work_on_job(0);
+        shared.wait_until_done(items);
+        let panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Calls `work(part, elements)` for each part of `data` of `part_len` elements; the last may be shorter.
+    pub fn for_parts<T: Send>(
+        &mut self,
+        data: &mut [T],
+        part_len: usize,
+        work: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        let len = data.len();
+        let parts = Parts::new(data);
+        self.run(len.div_ceil(part_len), |_, part| {
+            // SAFETY: each part belongs to one item.
+            work(part, unsafe { parts.part(part * part_len..len.min((part + 1) * part_len)) });
+        });
+    }
+
+    /// Calls `work(row, elements)` for each row of `data` (rows, width), on several threads if that pays.
+    pub fn for_rows(&mut self, data: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+        let rows_each = (ITEM_ELEMENTS / width).max(1);
+        self.for_parts(data, rows_each * width, |part, rows| {
+            for (i, row) in rows.chunks_exact_mut(width).enumerate() {
+                work(part * rows_each + i, row);
+            }
+        });
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        drop(self.shared.lock());
+        self.shared.wake.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker catches the panics of items; it has none of its own to report.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn new() -> Shared {
+        Shared {
+            ticket: Line(AtomicU64::new(0)),
+            done: Line(AtomicUsize::new(0)),
+            items: AtomicUsize::new(0),
+            work: AtomicPtr::default(),
+            call: AtomicPtr::default(),
+            stop: AtomicBool::new(false),
+            sleepers: AtomicUsize::new(0),
+            door: Mutex::new(()),
+            wake: Condvar::new(),
+            finished: Condvar::new(),
+            panic: Mutex::new(None),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.door.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work_until_stopped(&self, worker: usize) {
+        while !self.stop.load(Ordering::SeqCst) {
+            self.work_on_job(worker);
+            if !spin_until(|| self.has_news()) {
+                self.sleep();
+            }
+        }
+    }
+
+    fn has_news(&self) -> bool {
+        self.ticket.0.load(Ordering::SeqCst) as u32 > 0 || self.stop.load(Ordering::SeqCst)
+    }
+
+    /// The count of sleepers is raised before the last look at the ticket, and the driver reads it after
+    /// publishing a ticket: one of the two sees the other.
+    fn sleep(&self) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let mut door = self.lock();
+        while !self.has_news() {
+            door = self.wake.wait(door).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(door);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Claims and runs items until none is left.
+    fn work_on_job(&self, worker: usize) {
+        let mut ticket = self.ticket.0.load(Ordering::Acquire);
+        while ticket as u32 > 0 {
+            let (work, call) = (self.work.load(Ordering::Relaxed), self.call.load(Ordering::Relaxed));
+            let items = self.items.load(Ordering::Relaxed);
+            let taken =
+                self.ticket.0.compare_exchange_weak(ticket, ticket - 1, Ordering::AcqRel, Ordering::Acquire);
+            ticket = match taken {
+                Err(now) => now,
+                Ok(_) => {
+                    let item = ticket as u32 as usize - 1;
+                    // SAFETY: the ticket was unchanged, so its job was unfinished when the fields were read
+                    // and stays so until this item is counted: the closure is alive and of the type that
+                    // `call` was made for.
+                    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe {
+                        std::mem::transmute::<*mut (), Call>(call)(work, worker, item)
+                    }));
+                    self.count_done(items, outcome);
+                    self.ticket.0.load(Ordering::Acquire)
+                }
+            };
+        }
+    }
+
+    fn count_done(&self, items: usize, outcome: std::thread::Result<()>) {
+        if let Err(panic) = outcome {
+            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+        }
+        if self.done.0.fetch_add(1, Ordering::AcqRel) + 1 == items {
+            drop(self.lock());
+            self.finished.notify_one();
+        }
+    }
+
+    fn wait_until_done(&self, items: usize) {
+        let is_done = || self.done.0.load(Ordering::Acquire) == items;
+        if spin_until(is_done) {
+            return;
+        }
+        let mut door = self.lock();
+        while !is_done() {
+            door = self.finished.wait(door).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Looks for `condition` for a bounded time; whether it came true.
+fn spin_until(condition: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    loop {
+        for _ in 0..SPIN_LOOKS {
+            if condition() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if start.elapsed() > SPIN {
+            return false;
+        }
+    }
+}
+
+/// # Safety
+/// - `work` points to a live `F`.
+unsafe fn call<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, item: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { (*work.cast::<F>())(worker, item) }
+}
+
+/// A slice of which several threads write disjoint parts.
+pub struct Parts<'a, T> {
+    start: *mut T,
+    len: usize,
+    slice: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: what `part` hands out are exclusive slices, by its caller's promise; T may cross threads.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+
+impl<'a, T> Parts<'a, T> {
+    /// Takes the slice over for as long as parts of it are used.
+    pub fn new(slice: &'a mut [T]) -> Parts<'a, T> {
+        Parts { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
+    }
+
+    /// One part, to write.
+    ///
+    /// # Safety
+    /// - While it lives, no other part that overlaps it is used.
+    #[inline(always)]
+    #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
+    pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: within the slice (asserted), and exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_runs_once_in_every_of_many_jobs() {
+        for threads in 1..4 {
+            let mut pool = Pool::new(threads).unwrap();
+            for items in (0..200).chain([1000]) {
+                let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(items, |worker, item| {
+                    assert!(worker < threads);
+                    counts[item].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{items} items");
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_is_never_in_two_items_at_once() {
+        let mut pool = Pool::new(3).unwrap();
+        let busy: Vec<AtomicBool> = (0..3).map(|_| AtomicBool::new(false)).collect();
+        pool.run(500, |worker, _| {
+            assert!(!busy[worker].swap(true, Ordering::SeqCst));
+            busy[worker].store(false, Ordering::SeqCst);
+        });
+    }
+
+    #[test]
+    fn a_panic_reaches_the_driver_and_the_pool_lives_on() {
+        let mut pool = Pool::new(3).unwrap();
+        for bad in [0, 7, 63] {
+            let ran = AtomicUsize::new(0);
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                pool.run(64, |_, item| {
+                    ran.fetch_add(1, Ordering::Relaxed);
+                    assert!(item != bad, "item {bad} fails");
+                })
+            }));
+            let message = *outcome.unwrap_err().downcast::<String>().unwrap();
+            assert_eq!(message, format!("item {bad} fails"));
+            assert_eq!(ran.load(Ordering::Relaxed), 64);
+        }
+        let sum = AtomicUsize::new(0);
+        pool.run(10, |_, item| drop(sum.fetch_add(item, Ordering::Relaxed)));
+        assert_eq!(sum.into_inner(), 45);
+    }
+
+    #[test]
+    fn rows_are_visited_once_each_with_their_number() {
+        let mut pool = Pool::new(2).unwrap();
+        for width in [1, 100, 20_000] {
+            let mut data = vec![0f32; 37 * width];
+            pool.for_rows(&mut data, width, |row, x| x.iter_mut().for_each(|x| *x += row as f32));
+            assert!(data.chunks(width).enumerate().all(|(row, x)| x.iter().all(|x| *x == row as f32)));
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! Drawing tokens, as [`crate::reference::draw`] defines it, without sorting the vocabulary.
+//!
+//! Candidates are ordered by need: the likeliest 64 are selected and sorted, then four times as many, and so
+//! on. Where the definition sums over more candidates than the draw will look at, the sum in id order, with a
+//! bound on its rounding, decides; only a threshold within that bound takes the sum in candidate order.
+//!
+//! Invariant: the result is the definition's, whatever was left unsorted. Nothing is allocated.
+
+#![allow(unsafe_code)]
+
+use super::pool::{Parts, Pool};
+use super::step::Step;
+use crate::backend::StepLimits;
+use crate::batch::{SampleMode, SampleRow, SampledRow, StepOutput};
+use crate::random::uniform;
+use std::ops::Range;
+
+/// Candidates that are sorted at first.
+const FIRST_SORTED: usize = 64;
+
+/// Buffers for sampling: keys for each thread, results for each row.
+pub struct SampleScratch {
+    vocab: usize,
+    top_max: usize,
+    /// (threads, vocab).
+    keys: Vec<u64>,
+    results: Vec<SampledRow>,
+    /// (rows, top_max).
+    top: Vec<(u32, f32)>,
+}
+
+impl SampleScratch {
+    /// Room for steps within `limits` on `threads` threads.
+    pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
+        let nothing = SampledRow { token: 0, logprob: f32::NAN, top_at: 0, top_len: 0 };
+        let rows = limits.rows.max(limits.logit_rows);
+        SampleScratch {
+            vocab: limits.vocab,
+            top_max: limits.top_logprobs.min(limits.vocab),
+            keys: vec![0; threads * limits.vocab],
+            results: vec![nothing; rows],
+            top: vec![(0, 0.0); rows * limits.top_logprobs.min(limits.vocab)],
+        }
+    }
+}
+
+/// Draws or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to `out`.
+pub fn sample(
+    pool: &mut Pool,
+    scratch: &mut SampleScratch,
+    step: &mut Step,
+    wanted: Range<usize>,
+    logits: &[f32],
+    out: &mut StepOutput,
+) {
+    let (vocab, top_max) = (scratch.vocab, scratch.top_max);
+    let (keys, results, top) =
+        (Parts::new(&mut scratch.keys), Parts::new(&mut scratch.results), Parts::new(&mut scratch.top));
+    let samples = &step.samples[wanted.clone()];
+    pool.run(samples.len(), |worker, i| {
+        // SAFETY: keys are the worker's own, and it is in one item at a time; the others are the item's own.
+        let (keys, result, top) = unsafe {
+            (
+                keys.part(worker * vocab..(worker + 1) * vocab),
+                &mut results.part(i..i + 1)[0],
+                top.part(i * top_max..(i + 1) * top_max),
+            )
+        };
+        *result = sample_row(&logits[i * vocab..][..vocab], &samples[i], keys, top);
+    });
+    for (i, wanted) in wanted.enumerate() {
+        let mut result = scratch.results[i];
+        result.top_at = out.top.len() as u32;
+        out.top.extend_from_slice(&scratch.top[i * top_max..][..result.top_len as usize]);
+        if step.samples[wanted].mode == SampleMode::Draw {
+            step.remember(wanted, result.token);
+        }
+        out.rows.push(result);
+    }
+}
+
+/// One row's result, its likeliest tokens in `top`; where those will stand is for the caller to say.
+fn sample_row(logits: &[f32], row: &SampleRow, keys: &mut [u64], top: &mut [(u32, f32)]) -> SampledRow {
+    let token = match row.mode {
+        SampleMode::Draw => draw(logits, row, keys),
+        SampleMode::Score(token) => token,
+    };
+    let mut result = SampledRow { token, logprob: f32::NAN, top_at: 0, top_len: 0 };
+    if !row.logprob && row.top_logprobs == 0 {
+        return result;
+    }
+    let log_sum = log_sum_exp(logits);
+    let logprob_of = |id: usize| (f64::from(or_lowest(logits[id])) - log_sum) as f32;
+    if row.logprob {
+        result.logprob = logprob_of(token as usize);
+    }
+    let n = usize::from(row.top_logprobs).min(logits.len());
+    assert!(n <= top.len(), "{n} most likely tokens are beyond the limits");
+    if n > 0 {
+        let mut ordered = Ordered::new(logits.iter().map(|&logit| or_lowest(logit)), keys);
+        for (i, top) in top[..n].iter_mut().enumerate() {
+            let id = ordered.id(i);
+            *top = (id as u32, logprob_of(id));
+        }
+        result.top_len = n as u32;
+    }
+    result
+}
+
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let largest = largest(logits.iter().map(|&logit| or_lowest(logit)));
+    let sum: f64 = logits.iter().map(|&logit| f64::from((or_lowest(logit) - largest).exp())).sum();
+    f64::from(largest) + sum.ln()
+}
+
+fn draw(logits: &[f32], row: &SampleRow, keys: &mut [u64]) -> u32 {
+    if row.is_greedy() {
+        return greedy(logits);
+    }
+    let scaled = |id: usize| or_lowest(logits[id] / row.temperature);
+    let largest = largest((0..logits.len()).map(scaled));
+    if !largest.is_finite() {
+        return greedy(logits);
+    }
+    let ordered = Ordered::new((0..logits.len()).map(scaled), keys);
+    let weight = |id: usize| f64::from((scaled(id) - largest).exp());
+    Candidates { vocab: logits.len(), ordered, weight }.draw(row)
+}
+
+/// The candidates of one row. `weight` gives an id's.
+struct Candidates<'a, W> {
+    vocab: usize,
+    ordered: Ordered<'a>,
+    weight: W,
+}
+
+impl<W: Fn(usize) -> f64> Candidates<'_, W> {
+    fn draw(mut self, row: &SampleRow) -> u32 {
+        let mut kept = self.vocab;
+        if row.top_k > 0 {
+            kept = kept.min(row.top_k as usize);
+        }
+        if row.top_p < 1.0 {
+            let total =
+                if row.top_k > 0 { self.sum_in_order(kept) } else { self.sum_by_id(f64::NEG_INFINITY) };
+            let share = f64::from(row.top_p) * total;
+            kept = self.prefix_where(kept, |sum| sum >= share);
+        }
+        // Weights are F32 numbers, and so is the least one.
+        let least = f64::from(row.min_p * self.weight_at(0) as f32);
+        let (kept, total) = match kept == self.vocab {
+            true => (self.count_by_id(least).max(1), Total::About(self.sum_by_id(least))),
+            false => (self.count_in_order(kept, least).max(1), Total::InOrder),
+        };
+        let drawn = match total {
+            Total::About(sum) => self.draw_about(kept, uniform(row.seed, row.position.into()), sum),
+            Total::InOrder => self.draw_exactly(kept, uniform(row.seed, row.position.into())),
+        };
+        self.ordered.id(drawn) as u32
+    }
+
+    /// The drawn candidate's place in the order.
+    fn draw_exactly(&mut self, kept: usize, uniform: f32) -> usize {
+        let threshold = f64::from(uniform) * self.sum_in_order(kept);
+        self.prefix_where(kept, |sum| sum > threshold) - 1
+    }
+
+    /// The same, given the sum of the kept in another order. The two differ by less than two units in the
+    /// last place for each term, so a running sum outside these bounds is on the same side of both thresholds.
+    fn draw_about(&mut self, kept: usize, uniform: f32, sum: f64) -> usize {
+        let threshold = f64::from(uniform) * sum;
+        let slack = threshold * (self.vocab + 8) as f64 * 4.0 * f64::EPSILON;
+        let (low, high) = (threshold - slack, threshold + slack);
+        let below = self.prefix_where(kept, |sum| sum > low);
+        let above = self.prefix_where(kept, |sum| sum > high);
+        if below == above { above - 1 } else { self.draw_exactly(kept, uniform) }
+    }
+
+    fn weight_at(&mut self, place: usize) -> f64 {
+        (self.weight)(self.ordered.id(place))
+    }
+
+    fn sum_in_order(&mut self, kept: usize) -> f64 {
+        (0..kept).map(|place| self.weight_at(place)).sum()
+    }
+
+    fn sum_by_id(&self, least: f64) -> f64 {
+        (0..self.vocab).map(&self.weight).filter(|&weight| weight >= least).sum()
+    }
+
+    fn count_in_order(&mut self, kept: usize, least: f64) -> usize {
+        if least <= 0.0 {
+            return kept;
+        }
+        (0..kept).filter(|&place| self.weight_at(place) >= least).count()
+    }
+
+    fn count_by_id(&self, least: f64) -> usize {
+        if least <= 0.0 {
+            return self.vocab;
+        }
+        (0..self.vocab).filter(|&id| (self.weight)(id) >= least).count()
+    }
+
+    /// Length of the shortest prefix, at least 1, whose sum of weights is `enough`; `kept` if none is.
+    fn prefix_where(&mut self, kept: usize, enough: impl Fn(f64) -> bool) -> usize {
+        let mut sum = 0.0;
+        for place in 0..kept {
+            sum += self.weight_at(place);
+            if enough(sum) {
+                return place + 1;
+            }
+        }
+        kept
+    }
+}
+
+/// The sum of the kept weights: as the definition has it, or in id order.
+enum Total {
+    InOrder,
+    About(f64),
+}
+
+/// Ids by value, largest first, ties by id; sorted as far as was asked.
+struct Ordered<'a> {
+    /// The value, turned so that the largest is least, << 32 | id.
+    keys: &'a mut [u64],
+    sorted: usize,
+}
+
+impl<'a> Ordered<'a> {
+    /// No value may be NaN.
+    fn new(values: impl Iterator<Item = f32>, keys: &'a mut [u64]) -> Ordered<'a> {
+        for (id, (key, value)) in keys.iter_mut().zip(values).enumerate() {
+            *key = u64::from(descending(value)) << 32 | id as u64;
+        }
+        Ordered { keys, sorted: 0 }
+    }
+
+    /// The id at a place of the order.
+    fn id(&mut self, place: usize) -> usize {
+        if place >= self.sorted {
+            self.sort_beyond(place);
+        }
+        self.keys[place] as u32 as usize
+    }
+
+    fn sort_beyond(&mut self, place: usize) {
+        let end = FIRST_SORTED.max(4 * self.sorted).max(place + 1).min(self.keys.len());
+        let unsorted = &mut self.keys[self.sorted..];
+        let count = end - self.sorted;
+        if count < unsorted.len() {
+            unsorted.select_nth_unstable(count - 1);
+        }
+        unsorted[..count].sort_unstable();
+        self.sorted = end;
+    }
+}
+
+/// Bits that ascend as values descend; 0.0 and -0.0 have the same.
+fn descending(value: f32) -> u32 {
+    let bits = (value + 0.0).to_bits();
+    if bits >> 31 == 1 { bits } else { !bits & (u32::MAX >> 1) }
+}
+
+/// The largest logit's id; the lowest on ties; 0 when no logit is above negative infinity.
+fn greedy(logits: &[f32]) -> u32 {
+    let (mut best, mut largest) = (0, f32::NEG_INFINITY);
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > largest {
+            (best, largest) = (id, logit);
+        }
+    }
+    best as u32
+}
+
+fn largest(values: impl Iterator<Item = f32>) -> f32 {
+    values.fold(f32::NEG_INFINITY, f32::max)
+}
+
+fn or_lowest(value: f32) -> f32 {
+    if value.is_nan() { f32::NEG_INFINITY } else { value }
+}

@@ -1,0 +1,153 @@
+//! AVX2 with FMA and F16C: a vector is two registers.
+//!
+//! Invariant: an `Avx2` exists only on a CPU that has the features its shim enables.
+
+use super::{Kernel, LANES, SHIFT, Simd};
+use std::arch::x86_64::*;
+
+/// Proof that this CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// The proof, if there is one.
+    pub fn new() -> Option<Avx2> {
+        let has = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        has.then_some(Avx2(()))
+    }
+}
+
+/// An expression of AVX2, FMA and F16C intrinsics.
+macro_rules! proven {
+    ($expression:expr) => {
+        // SAFETY: `self` proves the features; memory is touched through references of 16 lanes only.
+        unsafe { $expression }
+    };
+}
+
+/// Lanes 0..8 and 8..16.
+#[derive(Clone, Copy)]
+pub struct V(__m256, __m256);
+
+/// Implements operations that treat both halves alike.
+macro_rules! lanewise {
+    ($($name:ident ( $($arg:ident),* ) = $intrinsic:ident;)*) => {
+        $(#[inline(always)]
+        fn $name(self, $($arg: V),*) -> V {
+            proven!(V($intrinsic($($arg.0),*), $intrinsic($($arg.1),*)))
+        })*
+    };
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn shim<K: Kernel>(simd: Avx2, kernel: K) -> K::Out {
+    kernel.run(simd)
+}
+
+impl Simd for Avx2 {
+    type V = V;
+    const TILE_ROWS: usize = 3;
+    const TILE_OUTS: usize = 2;
+    const STREAM_ROWS: usize = 1;
+    const TILE_QUERIES: usize = 2;
+
+    #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        proven!(shim(self, kernel))
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        proven!(V(_mm256_set1_ps(x), _mm256_set1_ps(x)))
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> V {
+        proven!(V(_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x[8..].as_ptr())))
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> V {
+        proven!(V(
+            _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().cast())),
+            _mm256_cvtph_ps(_mm_loadu_si128(x[8..].as_ptr().cast())),
+        ))
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[u16; LANES]) -> V {
+        proven!({
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(x[8..].as_ptr().cast()));
+            V(
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            )
+        })
+    }
+    #[inline(always)]
+    fn store(self, v: V, to: &mut [f32; LANES]) {
+        proven!({
+            _mm256_storeu_ps(to.as_mut_ptr(), v.0);
+            _mm256_storeu_ps(to[8..].as_mut_ptr(), v.1);
+        })
+    }
+
+    lanewise! {
+        add(a, b) = _mm256_add_ps;
+        sub(a, b) = _mm256_sub_ps;
+        mul(a, b) = _mm256_mul_ps;
+        div(a, b) = _mm256_div_ps;
+        mul_add(a, b, c) = _mm256_fmadd_ps;
+        min(a, b) = _mm256_min_ps;
+        max(a, b) = _mm256_max_ps;
+        scale(v, shifted) = scale_half;
+    }
+
+    #[inline(always)]
+    fn first(self, n: usize, v: V, rest: V) -> V {
+        proven!({
+            let n = _mm256_set1_epi32(n.min(LANES) as i32);
+            let low = _mm256_cmpgt_epi32(n, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+            let high = _mm256_cmpgt_epi32(n, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15));
+            V(
+                _mm256_blendv_ps(rest.0, v.0, _mm256_castsi256_ps(low)),
+                _mm256_blendv_ps(rest.1, v.1, _mm256_castsi256_ps(high)),
+            )
+        })
+    }
+    #[inline(always)]
+    fn largest(self, v: V) -> f32 {
+        proven!({
+            let eight = _mm256_max_ps(v.0, v.1);
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        })
+    }
+    #[inline(always)]
+    fn sum(self, v: V) -> f32 {
+        proven!({
+            let eight = _mm256_add_ps(v.0, v.1);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        })
+    }
+}
+
+/// [`Simd::scale`] for one register: two factors, since 2^n alone may not be a number.
+///
+/// # Safety
+/// - The CPU has AVX2.
+#[inline(always)]
+unsafe fn scale_half(v: __m256, shifted: __m256) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(SHIFT.to_bits() as i32));
+        let half = _mm256_srai_epi32::<1>(n);
+        let bias = _mm256_set1_epi32(127);
+        let low = _mm256_slli_epi32::<23>(_mm256_add_epi32(half, bias));
+        let high = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias));
+        _mm256_mul_ps(_mm256_mul_ps(v, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high))
+    }
+}

@@ -1,0 +1,31 @@
+//! Devices, and what crosses their border: number formats, batches, operations.
+//!
+//! Invariant: this crate knows no model and no request. It imports nothing of Mainstem's.
+
+#![deny(unsafe_code)]
+
+pub mod quant;
+
+pub mod batch;
+
+pub mod backend;
+pub mod host;
+
+pub mod random;
+
+pub mod reference;
+
+pub mod cpu;
+
+pub mod conformance;
+
+pub use backend::{
+    Activation, AttentionShape, Backend, DeviceError, KvLayer, KvLayout, Norm, Rope, RopeStyle,
+    StepLimits, Weight,
+};
+pub use batch::{
+    PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens,
+    StepBatch, StepOutput, TableUpdate, Want,
+};
+pub use host::HostBuf;
+pub use quant::QuantType;

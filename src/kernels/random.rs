@@ -1,0 +1,59 @@
+//! The counter-based generator of sampling: a pure function of a seed and a position.
+//!
+//! Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+//! Invariant: no state. The same seed and position give the same number on every device, in any company.
+
+const ROUNDS: usize = 10;
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+/// Philox4x32-10: four random words for a 128-bit counter and a 64-bit key.
+pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..ROUNDS {
+        let a = u64::from(MULTIPLIERS[0]) * u64::from(counter[0]);
+        let b = u64::from(MULTIPLIERS[1]) * u64::from(counter[2]);
+        counter = [
+            (b >> 32) as u32 ^ counter[1] ^ key[0],
+            b as u32,
+            (a >> 32) as u32 ^ counter[3] ^ key[1],
+            a as u32,
+        ];
+        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+    }
+    counter
+}
+
+/// A number in [0, 1), with 24 random bits, for one sequence's `seed` and the token `position` to be drawn.
+pub fn uniform(seed: u64, position: u64) -> f32 {
+    let key = [seed as u32, (seed >> 32) as u32];
+    let words = philox([position as u32, (position >> 32) as u32, 0, 0], key);
+    (words[0] >> 8) as f32 * (1.0 / (1 << 24) as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The published known-answer vectors of the generator's authors (Random123, kat_vectors).
+    #[test]
+    fn philox_gives_its_published_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(
+            philox([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        assert_eq!(
+            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn uniform_stays_below_one_and_depends_on_both_arguments() {
+        let mean = (0..4096).map(|p| uniform(7, p)).inspect(|u| assert!((0.0..1.0).contains(u))).sum::<f32>()
+            / 4096.0;
+        assert!((mean - 0.5).abs() < 0.03, "{mean}");
+        assert_ne!(uniform(1, 2), uniform(2, 1));
+        assert_ne!(uniform(1 << 40, 0), uniform(0, 0));
+    }
+}
