@@ -1,0 +1,460 @@
+//! The settings beside a hub model's weights: `config.json`, `generation_config.json`, and the rotary
+//! settings in the two spellings they have had.
+//!
+//! Invariant: a value of the wrong kind or out of range is an error that names the file and the key; a key
+//! that is null counts as absent, as it does for the programs that write these files.
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// What rotary embeddings use when `rope_theta` is absent.
+const ROPE_THETA: f64 = 10_000.0;
+
+/// A JSON object of settings, with lookups by key and type.
+///
+/// Each lookup has a twin with `opt_`, which gives `None` for an absent key where the other gives an error.
+#[derive(Clone, Debug)]
+pub struct HubConfig {
+    file: PathBuf,
+    /// What stands before a key in an error: "" or, in a nested object, "outer.".
+    prefix: String,
+    entries: Map<String, Value>,
+}
+
+impl HubConfig {
+    /// The `config.json` of a model's folder.
+    pub fn from_folder(folder: &Path) -> Result<HubConfig> {
+        HubConfig::read(&folder.join(CONFIG))
+    }
+
+    /// The object in a file.
+    pub fn read(file: &Path) -> Result<HubConfig> {
+        let name = || file.display().to_string();
+        let text = std::fs::read(file).with_context(name)?;
+        let entries = serde_json::from_slice(&text).with_context(name)?;
+        Ok(HubConfig { file: file.to_owned(), prefix: String::new(), entries })
+    }
+
+    /// Settings that some other file, named for errors, has given.
+    pub fn from_entries(file: &Path, entries: Map<String, Value>) -> HubConfig {
+        HubConfig { file: file.to_owned(), prefix: String::new(), entries }
+    }
+
+    fn read_if_present(file: &Path) -> Result<Option<HubConfig>> {
+        if file.try_exists().with_context(|| file.display().to_string())? {
+            return HubConfig::read(file).map(Some);
+        }
+        Ok(None)
+    }
+
+    /// The file, to name in errors.
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// The keys, null ones left out.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.entries.iter().filter(|(_, value)| !value.is_null()).map(|(key, _)| key.as_str())
+    }
+
+    /// The value as it stands, unless it is null.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.entries.get(key).filter(|value| !value.is_null())
+    }
+
+    /// A nested object.
+    pub fn section(&self, key: &str) -> Result<Option<HubConfig>> {
+        let Some(entries) = self.typed(key, "an object", Value::as_object)? else { return Ok(None) };
+        let prefix = format!("{}{key}.", self.prefix);
+        Ok(Some(HubConfig { file: self.file.clone(), prefix, entries: entries.clone() }))
+    }
+
+    /// A whole number that is not negative.
+    pub fn usize(&self, key: &str) -> Result<usize> {
+        self.present(key, self.opt_usize(key)?)
+    }
+
+    pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
+        self.typed(key, "a whole number that is not negative", |v| v.as_u64()?.try_into().ok())
+    }
+
+    pub fn f64(&self, key: &str) -> Result<f64> {
+        self.present(key, self.opt_f64(key)?)
+    }
+
+    pub fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    /// A number, rounded to single precision; one too large for it is an error.
+    pub fn f32(&self, key: &str) -> Result<f32> {
+        self.present(key, self.opt_f32(key)?)
+    }
+
+    pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
+        let single = |v: &Value| Some(v.as_f64()? as f32).filter(|x| x.is_finite());
+        self.typed(key, "a number in single precision", single)
+    }
+
+    pub fn bool(&self, key: &str) -> Result<bool> {
+        self.present(key, self.opt_bool(key)?)
+    }
+
+    pub fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub fn str(&self, key: &str) -> Result<&str> {
+        self.present(key, self.opt_str(key)?)
+    }
+
+    pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
+        self.typed(key, "a string", Value::as_str)
+    }
+
+    /// Token ids, given as one number or as a list; an absent key is no ids.
+    pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        let id = |value: &Value| value.as_u64()?.try_into().ok();
+        let ids = self.typed(key, "a token id or a list of them", |value| match value {
+            Value::Array(list) => list.iter().map(id).collect(),
+            single => id(single).map(|id| vec![id]),
+        })?;
+        Ok(ids.unwrap_or_default())
+    }
+
+    /// An error about a key's value: for what the types cannot say.
+    pub fn wrong(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
+        anyhow!("{}: key '{}{key}': {reason}", self.file.display(), self.prefix)
+    }
+
+    fn typed<'a, T>(
+        &'a self,
+        key: &str,
+        kind: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match read(value) {
+            Some(read) => Ok(Some(read)),
+            None => Err(self.wrong(key, format_args!("{value} is not {kind}"))),
+        }
+    }
+
+    fn present<T>(&self, key: &str, value: Option<T>) -> Result<T> {
+        value.ok_or_else(|| self.wrong(key, "it is missing"))
+    }
+
+    /// A number that `fits`.
+    fn ranged(&self, key: &str, range: &str, fits: impl Fn(f64) -> bool) -> Result<Option<f64>> {
+        let value = self.opt_f64(key)?;
+        match value {
+            Some(x) if !fits(x) => Err(self.wrong(key, format_args!("{x} is not {range}"))),
+            value => Ok(value),
+        }
+    }
+
+    fn positive(&self, key: &str) -> Result<Option<f64>> {
+        self.ranged(key, "a positive number", |x| x > 0.0)
+    }
+
+    fn needed_positive(&self, key: &str) -> Result<f64> {
+        self.present(key, self.positive(key)?)
+    }
+}
+
+/// What the model's makers recommend for generation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Tokens that end a sequence.
+    pub eos: Vec<u32>,
+    pub bos: Option<u32>,
+    pub do_sample: Option<bool>,
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Above 0, at most 1.
+    pub top_p: Option<f32>,
+    /// 0 keeps all.
+    pub top_k: Option<usize>,
+}
+
+impl GenerationConfig {
+    /// The `generation_config.json` of a model's folder, if it has one. The ids it does not give are taken
+    /// from the model's `config`.
+    pub fn from_folder(folder: &Path, config: &HubConfig) -> Result<GenerationConfig> {
+        let own = HubConfig::read_if_present(&folder.join(GENERATION_CONFIG))?;
+        let ids = |key: &str| match own.as_ref().filter(|own| own.get(key).is_some()) {
+            Some(own) => own.token_ids(key),
+            None => config.token_ids(key),
+        };
+        let (eos, bos) = (ids("eos_token_id")?, ids("bos_token_id")?.first().copied());
+        let Some(own) = &own else { return Ok(GenerationConfig { eos, bos, ..Default::default() }) };
+        let temperature = own.ranged("temperature", "a temperature of 0 or more", |x| x >= 0.0)?;
+        let top_p = own.ranged("top_p", "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?;
+        Ok(GenerationConfig {
+            eos,
+            bos,
+            do_sample: own.opt_bool("do_sample")?,
+            temperature: temperature.map(|x| x as f32),
+            top_p: top_p.map(|x| x as f32),
+            top_k: own.opt_usize("top_k")?,
+        })
+    }
+}
+
+/// Rotary position embeddings: pair i of a head of `d` numbers turns by position * theta^(-2i/d), scaled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RopeConfig {
+    pub theta: f64,
+    pub scaling: RopeScaling,
+}
+
+/// How the frequencies are changed to reach beyond the context of training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RopeScaling {
+    None,
+    /// All divided by `factor`.
+    Linear {
+        factor: f64,
+    },
+    /// Llama 3.1: those of wavelength above `original_context / low_freq_factor` divided by `factor`, those
+    /// below `original_context / high_freq_factor` unchanged, and between the two a blend. Context in tokens.
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: usize,
+    },
+}
+
+impl RopeConfig {
+    /// The rotary settings of a model: `rope_theta` with `rope_scaling`, or `rope_parameters` that hold both.
+    pub fn from_config(config: &HubConfig) -> Result<RopeConfig> {
+        let outer_theta = config.positive("rope_theta")?.unwrap_or(ROPE_THETA);
+        let read = |key| {
+            let section = config.section(key)?;
+            section.map(|section| RopeConfig::from_section(&section, outer_theta)).transpose()
+        };
+        match (read("rope_scaling")?, read("rope_parameters")?) {
+            (None, None) => Ok(RopeConfig { theta: outer_theta, scaling: RopeScaling::None }),
+            (Some(old), Some(new)) if old != new => {
+                Err(config.wrong("rope_parameters", "it says something else than rope_scaling"))
+            }
+            (Some(rope), _) | (_, Some(rope)) => Ok(rope),
+        }
+    }
+
+    fn from_section(section: &HubConfig, outer_theta: f64) -> Result<RopeConfig> {
+        const KNOWN: [&str; 8] = [
+            "type",
+            "rope_type",
+            "rope_theta",
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+            "partial_rotary_factor",
+        ];
+        if let Some(unknown) = section.keys().find(|key| !KNOWN.contains(key)) {
+            return Err(section.wrong(unknown, "this setting of rotary embeddings is not supported"));
+        }
+        if section.opt_f64("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+            return Err(section.wrong("partial_rotary_factor", "only whole heads can be rotated"));
+        }
+        let theta = section.positive("rope_theta")?.unwrap_or(outer_theta);
+        Ok(RopeConfig { theta, scaling: RopeScaling::from_section(section)? })
+    }
+}
+
+impl RopeScaling {
+    fn from_section(section: &HubConfig) -> Result<RopeScaling> {
+        let key = if section.get("rope_type").is_some() { "rope_type" } else { "type" };
+        match section.opt_str(key)?.unwrap_or("default") {
+            "default" => Ok(RopeScaling::None),
+            "linear" => Ok(RopeScaling::Linear { factor: section.needed_positive("factor")? }),
+            "llama3" => RopeScaling::llama3(section),
+            other => {
+                let reason = format!("'{other}' is not supported (supported: default, linear, llama3)");
+                Err(section.wrong(key, reason))
+            }
+        }
+    }
+
+    fn llama3(section: &HubConfig) -> Result<RopeScaling> {
+        let low_freq_factor = section.needed_positive("low_freq_factor")?;
+        let high_freq_factor = section.needed_positive("high_freq_factor")?;
+        if high_freq_factor <= low_freq_factor {
+            return Err(section.wrong("high_freq_factor", "it must be above low_freq_factor"));
+        }
+        let original_context = section.usize("original_max_position_embeddings")?;
+        if original_context == 0 {
+            return Err(section.wrong("original_max_position_embeddings", "it must be above 0"));
+        }
+        let factor = section.needed_positive("factor")?;
+        Ok(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::scratch::Scratch;
+
+    fn config(text: &str) -> HubConfig {
+        let folder = Scratch::new();
+        folder.write(CONFIG, text.as_bytes());
+        HubConfig::from_folder(folder.path()).unwrap()
+    }
+
+    #[test]
+    fn values_are_read_by_type_and_null_is_absent() {
+        let c = config(r#"{"n":3,"x":1e-5,"b":true,"s":"silu","null":null,"ids":[2,7],"inner":{"n":4}}"#);
+        assert_eq!((c.usize("n").unwrap(), c.f64("x").unwrap(), c.f32("n").unwrap()), (3, 1e-5, 3.0));
+        assert_eq!((c.bool("b").unwrap(), c.str("s").unwrap()), (true, "silu"));
+        assert_eq!(c.token_ids("ids").unwrap(), [2, 7]);
+        assert_eq!(c.token_ids("n").unwrap(), [3]);
+        assert_eq!(c.section("inner").unwrap().unwrap().usize("n").unwrap(), 4);
+        for key in ["null", "absent"] {
+            assert_eq!(c.opt_usize(key).unwrap(), None);
+            assert!(c.get(key).is_none() && c.section(key).unwrap().is_none());
+            assert!(c.token_ids(key).unwrap().is_empty());
+        }
+        assert!(!c.keys().any(|key| key == "null"));
+    }
+
+    #[test]
+    fn errors_name_file_and_key() {
+        let c = config(
+            r#"{"n":-1,"x":"1","f":8.5,"huge":1e300,"ids":[1,"a"],"big":4294967296,"inner":{"n":[]}}"#,
+        );
+        let inner = c.section("inner").unwrap().unwrap();
+        let cases = [
+            (c.usize("n").map(drop), "key 'n': -1 is not a whole number"),
+            (c.usize("f").map(drop), "key 'f': 8.5 is not a whole number"),
+            (c.f64("x").map(drop), "key 'x': \"1\" is not a number"),
+            (c.f32("huge").map(drop), "key 'huge'"),
+            (c.bool("n").map(drop), "key 'n': -1 is not true or false"),
+            (c.str("n").map(drop), "key 'n': -1 is not a string"),
+            (c.str("gone").map(drop), "key 'gone': it is missing"),
+            (c.token_ids("ids").map(drop), "key 'ids'"),
+            (c.token_ids("big").map(drop), "key 'big'"),
+            (c.section("n").map(drop), "key 'n': -1 is not an object"),
+            (inner.usize("n").map(drop), "key 'inner.n': [] is not a whole number"),
+        ];
+        for (result, reason) in cases {
+            let error = format!("{:#}", result.unwrap_err());
+            assert!(error.contains(reason) && error.starts_with(c.file().to_str().unwrap()), "{error}");
+        }
+        let folder = Scratch::new();
+        for text in ["", "[]", "{", "{\"a\":NaN}"] {
+            let path = folder.write(CONFIG, text.as_bytes());
+            let error = format!("{:#}", HubConfig::from_folder(folder.path()).unwrap_err());
+            assert!(error.starts_with(path.to_str().unwrap()), "{error}");
+        }
+    }
+
+    fn generation(own: Option<&str>, config_text: &str) -> Result<GenerationConfig> {
+        let folder = Scratch::new();
+        if let Some(own) = own {
+            folder.write(GENERATION_CONFIG, own.as_bytes());
+        }
+        GenerationConfig::from_folder(folder.path(), &config(config_text))
+    }
+
+    #[test]
+    fn generation_settings_win_over_the_models_own() {
+        let model = r#"{"eos_token_id":2,"bos_token_id":1}"#;
+        let g = generation(Some(r#"{"eos_token_id":[5,6],"temperature":0.6,"top_p":0.9,"top_k":50}"#), model)
+            .unwrap();
+        assert_eq!((g.eos, g.bos), (vec![5, 6], Some(1)));
+        assert_eq!((g.temperature, g.top_p, g.top_k, g.do_sample), (Some(0.6), Some(0.9), Some(50), None));
+        let absent = GenerationConfig { eos: vec![2], bos: Some(1), ..Default::default() };
+        assert_eq!(generation(None, model).unwrap(), absent);
+        assert_eq!(generation(Some("{}"), model).unwrap(), absent);
+        for (own, key) in [
+            (r#"{"temperature":-0.1}"#, "'temperature': -0.1"),
+            (r#"{"top_p":0}"#, "'top_p': 0"),
+            (r#"{"top_p":1.5}"#, "'top_p': 1.5"),
+            (r#"{"top_k":-1}"#, "'top_k': -1"),
+            (r#"{"eos_token_id":"</s>"}"#, "'eos_token_id'"),
+        ] {
+            let error = format!("{:#}", generation(Some(own), model).unwrap_err());
+            assert!(error.contains(key) && error.contains(GENERATION_CONFIG), "{error}");
+        }
+    }
+
+    #[test]
+    fn rotary_settings_are_read_in_both_spellings() {
+        let llama3 = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_context: 8192,
+        };
+        let numbers = r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192"#;
+        let old = format!(r#"{{"rope_theta":5e5,"rope_scaling":{{"rope_type":"llama3",{numbers}}}}}"#);
+        let new =
+            format!(r#"{{"rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{numbers}}}}}"#);
+        let both = format!("{},{}", old.trim_end_matches('}').to_owned() + "}", &new[1..]);
+        let linear = RopeScaling::Linear { factor: 2.0 };
+        let cases = [
+            ("{}", ROPE_THETA, RopeScaling::None),
+            (r#"{"rope_theta":1000000,"rope_scaling":null}"#, 1e6, RopeScaling::None),
+            (r#"{"rope_scaling":{"type":"linear","factor":2}}"#, ROPE_THETA, linear),
+            (r#"{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":7.0}}"#, 7.0, linear),
+            (r#"{"rope_theta":9,"rope_parameters":{"rope_type":"default"}}"#, 9.0, RopeScaling::None),
+            (&old, 5e5, llama3),
+            (&new, 5e5, llama3),
+            (&both, 5e5, llama3),
+        ];
+        for (text, theta, scaling) in cases {
+            assert_eq!(
+                RopeConfig::from_config(&config(text)).unwrap(),
+                RopeConfig { theta, scaling },
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn rotary_settings_that_are_unknown_or_cannot_be_are_refused_by_key() {
+        let cases = [
+            (
+                r#"{"rope_scaling":{"type":"dynamic","factor":2}}"#,
+                "'rope_scaling.type': 'dynamic' is not supported",
+            ),
+            (
+                r#"{"rope_parameters":{"rope_type":"yarn"}}"#,
+                "'rope_parameters.rope_type': 'yarn' is not supported",
+            ),
+            (r#"{"rope_parameters":{"full_attention":{}}}"#, "'rope_parameters.full_attention'"),
+            (
+                r#"{"rope_parameters":{"partial_rotary_factor":0.5}}"#,
+                "'rope_parameters.partial_rotary_factor'",
+            ),
+            (r#"{"rope_scaling":{"type":"linear"}}"#, "'rope_scaling.factor': it is missing"),
+            (r#"{"rope_scaling":{"type":"linear","factor":0}}"#, "'rope_scaling.factor': 0 is not"),
+            (
+                r#"{"rope_scaling":{"rope_type":"llama3","factor":8}}"#,
+                "'rope_scaling.low_freq_factor': it is missing",
+            ),
+            (r#"{"rope_theta":0}"#, "'rope_theta': 0 is not a positive number"),
+            (r#"{"rope_scaling":"linear"}"#, "'rope_scaling': \"linear\" is not an object"),
+            (
+                r#"{"rope_scaling":{"type":"linear","factor":2},"rope_parameters":{"type":"linear","factor":4}}"#,
+                "'rope_parameters': it says something else",
+            ),
+            (
+                r#"{"rope_scaling":{"type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":4}}"#,
+                "'rope_scaling.high_freq_factor': it must be above",
+            ),
+        ];
+        for (text, reason) in cases {
+            let error = format!("{:#}", RopeConfig::from_config(&config(text)).unwrap_err());
+            assert!(error.contains(reason) && error.contains(CONFIG), "{error}\nexpected: {reason}");
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! Safetensors: a little-endian header length, a JSON header of that many bytes that says for each tensor its
+//! type, shape and byte range, and then the data. A model may be split over files named by an index.
+//!
+//! Invariant: the tensors of an accepted file tile its data section: no overlap, no hole, nothing after the
+//! last.
+
+use super::mmap::MappedFile;
+use super::{Checkpoint, Entry, elements, fixed_bytes};
+use anyhow::{Context, Result, bail, ensure};
+use mainstem_kernels::QuantType;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::marker::PhantomData;
+use std::path::{Component, Path};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const INDEX_SUFFIX: &str = ".index.json";
+
+/// The format's own bound on its header.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+/// The header's one key that is no tensor: free text, not read.
+const METADATA: &str = "__metadata__";
+
+/// The number types that can be served, by their names in the header.
+const DTYPES: [(&str, QuantType); 3] =
+    [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
+
+impl Checkpoint {
+    /// Opens one safetensors file, an index file with the files it names, or the folder that holds either as
+    /// `model.safetensors` or `model.safetensors.index.json`.
+    pub fn open_safetensors(path: &Path) -> Result<Checkpoint> {
+        if path.is_dir() {
+            let [single, index] = [SINGLE, INDEX].map(|name| path.join(name));
+            return match (single.exists(), index.exists()) {
+                (true, _) => open_single(&single),
+                (false, true) => open_sharded(&index),
+                (false, false) => bail!("{}: neither {SINGLE} nor {INDEX} is there", path.display()),
+            };
+        }
+        match path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(INDEX_SUFFIX)) {
+            true => open_sharded(path),
+            false => open_single(path),
+        }
+    }
+}
+
+fn open_single(path: &Path) -> Result<Checkpoint> {
+    let (file, tensors) = open_file(path, 0)?;
+    Ok(Checkpoint { files: vec![file], tensors })
+}
+
+/// Opens every file that the index at `path` names. Index and files must agree on where each tensor is.
+fn open_sharded(path: &Path) -> Result<Checkpoint> {
+    let shards = read_index(path).with_context(|| path.display().to_string())?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let mut checkpoint = Checkpoint { files: Vec::new(), tensors: BTreeMap::new() };
+    for (shard, names) in &shards {
+        let (file, tensors) = open_file(&folder.join(shard), checkpoint.files.len())?;
+        let name = file.path().display();
+        if let Some(missing) = names.iter().find(|name| !tensors.contains_key(*name)) {
+            bail!("{name}: tensor '{missing}': the index says it is here, but it is not");
+        }
+        if let Some(stray) = tensors.keys().find(|name| !names.contains(*name)) {
+            bail!("{name}: tensor '{stray}': the index does not say that it is here");
+        }
+        checkpoint.files.push(file);
+        checkpoint.tensors.extend(tensors);
+    }
+    Ok(checkpoint)
+}
+
+/// The tensors that each shard should hold.
+fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: ByTensor<String>,
+    }
+    let index: Index = serde_json::from_slice(&std::fs::read(path)?)?;
+    let mut shards = BTreeMap::<String, BTreeSet<String>>::new();
+    for (tensor, shard) in index.weight_map.0 {
+        ensure!(
+            is_plain_name(&shard),
+            "tensor '{tensor}': '{shard}' is not the name of a file in this folder"
+        );
+        shards.entry(shard).or_default().insert(tensor);
+    }
+    Ok(shards)
+}
+
+/// Whether a name, joined to a folder, stays in that folder on every system.
+fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+        && !name.contains(['/', '\\', ':', '\0'])
+}
+
+/// Maps one file and reads its header. `file` is its place among the checkpoint's files.
+fn open_file(path: &Path, file: usize) -> Result<(MappedFile, BTreeMap<String, Entry>)> {
+    let mapped = MappedFile::open(path)?;
+    let tensors = read_tensors(mapped.bytes(), file).with_context(|| path.display().to_string())?;
+    Ok((mapped, tensors))
+}
+
+/// The tensors of a file with these bytes.
+fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
+    let declared = u64::from_le_bytes(fixed_bytes(bytes, 0)?);
+    ensure!(
+        declared <= HEADER_BYTES_MAX,
+        "a header of {declared} bytes: at most {HEADER_BYTES_MAX} are allowed"
+    );
+    let data_start = 8 + declared as usize;
+    let Some(header) = bytes.get(8..data_start) else {
+        bail!("truncated: a header of {declared} bytes is declared in a file of {} bytes", bytes.len());
+    };
+    ensure!(header.first() == Some(&b'{'), "no safetensors file: the header is not a JSON object");
+    let described: ByTensor<Described> = serde_json::from_slice(header).context("in the header")?;
+    check_tiling(&described.0, bytes.len() - data_start)?;
+    described
+        .0
+        .into_iter()
+        .map(|(name, tensor)| tensor.entry(&name, file, data_start).map(|e| (name, e)))
+        .collect()
+}
+
+/// Asserts that the tensors' ranges follow each other from the first byte of the data to its last.
+fn check_tiling(tensors: &BTreeMap<String, Described>, data_bytes: usize) -> Result<()> {
+    let mut ranges: Vec<_> = tensors.iter().map(|(name, t)| (t.data_offsets, name)).collect();
+    ranges.sort_unstable();
+    let mut covered = 0;
+    for ([begin, end], name) in ranges {
+        ensure!(begin <= end, "tensor '{name}': it ends at {end}, before it begins at {begin}");
+        ensure!(
+            begin >= covered,
+            "tensor '{name}': it begins at {begin}, inside the tensor that ends at {covered}"
+        );
+        ensure!(
+            begin <= covered,
+            "tensor '{name}': bytes {covered} to {begin} before it belong to no tensor"
+        );
+        ensure!(
+            end <= data_bytes,
+            "truncated: tensor '{name}' ends at {end}, and the data has {data_bytes} bytes"
+        );
+        covered = end;
+    }
+    ensure!(
+        covered == data_bytes,
+        "oversized: the last tensor ends at {covered} of {data_bytes} bytes of data"
+    );
+    Ok(())
+}
+
+/// One tensor as the header describes it. Offsets in bytes from the start of the data section.
+#[derive(Deserialize)]
+struct Described {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: [usize; 2],
+}
+
+impl Described {
+    /// The tensor's place in the file. Its range has been found to lie inside the data section.
+    fn entry(self, name: &str, file: usize, data_start: usize) -> Result<Entry> {
+        let Described { dtype, shape, data_offsets: [begin, end] } = self;
+        let Some((_, ty)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
+            bail!("tensor '{name}': its dtype {dtype} is not supported (supported: F32, F16, BF16)");
+        };
+        let needed = elements(&shape).and_then(|n| ty.bytes(n));
+        let Some(needed) = needed else {
+            bail!("tensor '{name}': shape {shape:?} of {ty} is too large to count");
+        };
+        let held = end - begin;
+        ensure!(
+            needed == held,
+            "tensor '{name}': shape {shape:?} of {ty} needs {needed} bytes, but it has {held}"
+        );
+        Ok(Entry { ty, shape, file, bytes: data_start + begin..data_start + end })
+    }
+}
+
+/// A JSON object by names of tensors. The usual map would silently keep the last of two equal names; here a
+/// name that comes twice is an error, and an error in a value names its tensor.
+struct ByTensor<V>(BTreeMap<String, V>);
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for ByTensor<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ByTensorVisitor(PhantomData))
+    }
+}
+
+struct ByTensorVisitor<V>(PhantomData<V>);
+
+impl<'de, V: Deserialize<'de>> Visitor<'de> for ByTensorVisitor<V> {
+    type Value = ByTensor<V>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object by names of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<ByTensor<V>, A::Error> {
+        let mut entries = BTreeMap::new();
+        while let Some(name) = access.next_key::<String>()? {
+            if name == METADATA {
+                access.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            let value = access.next_value().map_err(|e| Error::custom(format!("tensor '{name}': {e}")))?;
+            if entries.contains_key(&name) {
+                return Err(Error::custom(format!("tensor '{name}': it is described twice")));
+            }
+            entries.insert(name, value);
+        }
+        Ok(ByTensor(entries))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::scratch::Scratch;
+    use mainstem_kernels::random::philox;
+
+    const HEADER: &str = r#"{"__metadata__":{"format":"pt","shape":"free text"},
+        "a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},
+        "none":{"dtype":"F16","shape":[0,7],"data_offsets":[8,8]},
+        "one":{"dtype":"BF16","shape":[],"data_offsets":[14,16]},
+        "b":{"dtype":"F16","shape":[3],"data_offsets":[8,14]}}  "#;
+    const DATA: [u8; 16] = [0, 0, 128, 63, 0, 0, 0, 64, 0, 60, 0, 64, 0, 66, 128, 63];
+
+    fn file(header: &str, data: &[u8]) -> Vec<u8> {
+        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()
+    }
+
+    /// What a file with these bytes is refused for.
+    fn refusal(bytes: &[u8]) -> String {
+        let folder = Scratch::new();
+        let path = folder.write(SINGLE, bytes);
+        let error = format!("{:#}", Checkpoint::open_safetensors(&path).unwrap_err());
+        assert!(error.starts_with(path.to_str().unwrap()), "{error}");
+        error
+    }
+
+    #[test]
+    fn tensors_come_back_with_their_types_shapes_and_bytes() {
+        let folder = Scratch::new();
+        let path = folder.write(SINGLE, &file(HEADER, &DATA));
+        for opened in [folder.path(), &path] {
+            let checkpoint = Checkpoint::open_safetensors(opened).unwrap();
+            assert!(checkpoint.names().eq(["a", "b", "none", "one"]));
+            let seen: Vec<_> = checkpoint.tensors().map(|t| (t.name, t.ty, t.shape, t.bytes)).collect();
+            assert_eq!(seen[0], ("a", QuantType::F32, &[2, 1][..], &DATA[..8]));
+            assert_eq!(seen[1], ("b", QuantType::F16, &[3][..], &DATA[8..14]));
+            assert_eq!(seen[2], ("none", QuantType::F16, &[0, 7][..], &DATA[..0]));
+            assert_eq!(seen[3], ("one", QuantType::BF16, &[][..], &DATA[14..]));
+            assert_eq!(checkpoint.tensor("b").unwrap().file, path);
+            assert!(checkpoint.tensor("c").is_none());
+            assert_eq!(checkpoint.total_bytes(), DATA.len());
+        }
+    }
+
+    #[test]
+    fn every_kind_of_damage_is_refused_by_name() {
+        let a = |field: &str, value: &str| HEADER.replacen(field, value, 1);
+        let cases = [
+            (a("F32", "I64"), "tensor 'a': its dtype I64 is not supported"),
+            (a("F32", "f32"), "tensor 'a': its dtype f32 is not supported"),
+            (a("[2,1]", "[2,2]"), "tensor 'a': shape [2, 2] of f32 needs 16 bytes, but it has 8"),
+            (
+                a("[2,1]", "[4294967296,4294967296]"),
+                "tensor 'a': shape [4294967296, 4294967296] of f32 is too large",
+            ),
+            (
+                a("[2,1]", "[4611686018427387904]"),
+                "tensor 'a': shape [4611686018427387904] of f32 is too large",
+            ),
+            (a("[2,1]", "[-2,-1]"), "tensor 'a': invalid value"),
+            (a("[2,1]", "[2.5]"), "tensor 'a': invalid type"),
+            (a("[0,8]", "[0,8,16]"), "tensor 'a'"),
+            (a("[0,8]", "[8,0]"), "tensor 'a': it ends at 0, before it begins at 8"),
+            (a("[0,8]", "[0,10]"), "tensor 'none': it begins at 8, inside the tensor that ends at 10"),
+            (a("[0,8]", "[2,8]"), "tensor 'a': bytes 0 to 2 before it belong to no tensor"),
+            (a("[14,16]", "[15,16]"), "tensor 'one': bytes 14 to 15 before it"),
+            (a("[14,16]", "[14,18]"), "truncated: tensor 'one' ends at 18, and the data has 16 bytes"),
+            (a("[14,16]", "[14,18446744073709551615]"), "truncated: tensor 'one' ends at"),
+            (a("[14,16]", "[14,18446744073709551616]"), "tensor 'one'"),
+            (a("\"b\":", "\"a\":"), "tensor 'a': it is described twice"),
+            (a("\"dtype\":\"F32\",", ""), "tensor 'a': missing field `dtype`"),
+            (a("\"shape\":[2,1]", "\"shape\":[2,1],\"shape\":[2]"), "tensor 'a': duplicate field `shape`"),
+            (a("{\"__meta", "[\"__meta"), "the header is not a JSON object"),
+            (a("{\"__meta", " {\"__meta"), "the header is not a JSON object"),
+            (a("}}", "}"), "in the header"),
+            (HEADER.to_owned() + "{}", "in the header: trailing characters"),
+            (String::new(), "the header is not a JSON object"),
+        ];
+        for (header, reason) in cases {
+            let error = refusal(&file(&header, &DATA));
+            assert!(error.contains(reason), "{header}\n{error}\nexpected: {reason}");
+        }
+    }
+
+    #[test]
+    fn files_of_the_wrong_length_are_refused() {
+        let whole = file(HEADER, &DATA);
+        for end in 0..whole.len() {
+            let error = refusal(&whole[..end]);
+            assert!(error.contains("truncated"), "{end}: {error}");
+        }
+        let error = refusal(&[&whole[..], b"\0"].concat());
+        assert!(error.contains("oversized: the last tensor ends at 16 of 17 bytes"), "{error}");
+        for declared in [HEADER_BYTES_MAX + 1, u64::MAX] {
+            let error = refusal(&[&declared.to_le_bytes()[..], &whole[8..]].concat());
+            assert!(error.contains(&format!("a header of {declared} bytes")), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_random_damage_makes_it_panic_or_read_outside() {
+        let whole = file(HEADER, &DATA);
+        for round in 0..20_000u32 {
+            let mut bytes = whole.clone();
+            let [first, second, value, _] = philox([round, 0, 0, 0], [1, 2]);
+            for at in [first, second] {
+                bytes[at as usize % whole.len()] = value.rotate_left(at) as u8;
+            }
+            for (name, entry) in read_tensors(&bytes, 0).into_iter().flatten() {
+                let held = bytes[entry.bytes].len();
+                assert_eq!(elements(&entry.shape).and_then(|n| entry.ty.bytes(n)), Some(held), "{name}");
+            }
+        }
+    }
+
+    const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+
+    /// A folder with an index and two files of one tensor each, "x" and "y".
+    fn sharded(index: &str) -> Scratch {
+        let folder = Scratch::new();
+        for (shard, name) in SHARDS.iter().zip(["x", "y"]) {
+            let header = format!(r#"{{"{name}":{{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}}}"#);
+            folder.write(shard, &file(&header, name.repeat(2).as_bytes()));
+        }
+        folder.write(INDEX, index.as_bytes());
+        folder
+    }
+
+    fn index(x: &str, y: &str) -> String {
+        format!(r#"{{"metadata":{{"total_size":4}},"weight_map":{{"x":"{x}","y":"{y}"}}}}"#)
+    }
+
+    #[test]
+    fn a_sharded_model_is_one_checkpoint() {
+        let folder = sharded(&index(SHARDS[0], SHARDS[1]));
+        for path in [folder.path().to_owned(), folder.path().join(INDEX)] {
+            let checkpoint = Checkpoint::open_safetensors(&path).unwrap();
+            assert_eq!(checkpoint.tensor("x").unwrap().bytes, b"xx");
+            assert_eq!(checkpoint.tensor("y").unwrap().bytes, b"yy");
+            assert_eq!(checkpoint.tensor("y").unwrap().file, folder.path().join(SHARDS[1]));
+            assert!(checkpoint.files().eq(SHARDS.map(|shard| folder.path().join(shard))));
+        }
+    }
+
+    #[test]
+    fn an_index_that_disagrees_with_its_files_or_leaves_its_folder_is_refused() {
+        let [one, two] = SHARDS;
+        let listed_once = format!(r#"{{"weight_map":{{"x":"{one}"}}}}"#);
+        let twice = format!(r#"{{"weight_map":{{"x":"{one}","y":"{two}","x":"{two}"}}}}"#);
+        let swapped = format!("{one}: tensor 'y': the index says it is here, but it is not");
+        let mut cases = vec![
+            (index(two, one), swapped.as_str()),
+            (index(one, one), "tensor 'y': the index says it is here, but it is not"),
+            (index(one, "absent.safetensors"), "absent.safetensors"),
+            (listed_once.replace(one, two), "tensor 'x': the index says it is here, but it is not"),
+            (twice, "tensor 'x': it is described twice"),
+            (r#"{"weight_map":{"x":3}}"#.to_owned(), "tensor 'x': invalid type"),
+            ("{}".to_owned(), "missing field `weight_map`"),
+        ];
+        for outside in ["../a.safetensors", "/etc/passwd", "sub/a", "..", ".", "", "a\\\\b", "C:a"] {
+            cases.push((index(outside, two), "is not the name of a file in this folder"));
+        }
+        for (index, reason) in cases {
+            let folder = sharded(&index);
+            let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+            assert!(error.contains(reason), "{index}\n{error}\nexpected: {reason}");
+        }
+    }
+
+    #[test]
+    fn tensors_the_index_does_not_list_are_refused() {
+        let folder = sharded(&index(SHARDS[0], SHARDS[1]));
+        let header = r#"{"y":{"dtype":"F16","shape":[1],"data_offsets":[0,2]},
+            "z":{"dtype":"F16","shape":[0],"data_offsets":[2,2]}}"#;
+        folder.write(SHARDS[1], &file(header, b"yy"));
+        let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+        assert!(error.contains("tensor 'z': the index does not say that it is here"), "{error}");
+    }
+
+    #[test]
+    fn a_folder_without_weights_says_what_it_looked_for() {
+        let folder = Scratch::new();
+        let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+        assert!(error.contains(SINGLE) && error.contains(INDEX), "{error}");
+    }
+}

@@ -1,0 +1,47 @@
+//! The bytes of every token of a vocabulary, in one allocation.
+//!
+//! Invariant: an id the vocabulary does not have is a token without bytes.
+
+/// Bytes by token id.
+#[derive(Clone, Debug, Default)]
+pub struct Pieces {
+    bytes: Vec<u8>,
+    /// Where each token's bytes end; they begin where the previous one's end.
+    ends: Vec<usize>,
+}
+
+impl Pieces {
+    /// Adds the token with the next id.
+    pub fn push(&mut self, piece: &[u8]) {
+        self.bytes.extend_from_slice(piece);
+        self.ends.push(self.bytes.len());
+    }
+
+    /// The bytes of a token.
+    pub fn get(&self, id: u32) -> &[u8] {
+        let id = id as usize;
+        let Some(end) = self.ends.get(id) else { return &[] };
+        let begin = id.checked_sub(1).map_or(0, |previous| self.ends[previous]);
+        &self.bytes[begin..*end]
+    }
+
+    /// One more than the largest id.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_come_back_by_id_and_unknown_ids_are_empty() {
+        let mut pieces = Pieces::default();
+        let all = [&b"<s>"[..], b"", b"\xff", b" a"];
+        all.iter().for_each(|piece| pieces.push(piece));
+        assert!((0u32..).zip(all).all(|(id, piece)| pieces.get(id) == piece));
+        assert!(pieces.get(4).is_empty() && pieces.get(u32::MAX).is_empty());
+        assert_eq!(pieces.len(), 4);
+    }
+}
