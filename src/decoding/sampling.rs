@@ -1,0 +1,93 @@
+//! Sampling parameters: their bounds, and the row a device draws a token by.
+//!
+//! Invariant: what [`validate`] accepts, every backend can draw by; [`compile`] changes no value.
+
+use crate::request::Sampling;
+use mainstem_kernels::{SampleMode, SampleRow};
+
+/// The first parameter that is out of its bounds, and a message that names it and its value.
+pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
+    // Written as what must hold, so that NaN is refused.
+    let Sampling { temperature, top_p, min_p, .. } = *sampling;
+    let rules = [
+        ("temperature", temperature, temperature.is_finite() && temperature >= 0.0, "finite and at least 0"),
+        ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0 and at most 1"),
+        ("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1"),
+    ];
+    match rules.into_iter().find(|&(_, _, holds, _)| !holds) {
+        Some((param, value, _, bounds)) => Err((param, format!("{param} is {value} but must be {bounds}"))),
+        None => Ok(()),
+    }
+}
+
+/// The row that draws the token at `position` of its sequence. `logprobs`: as in
+/// [`Request`](crate::request::Request), the most likely tokens reported beside it.
+pub fn compile(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SampleRow {
+    SampleRow {
+        mode: SampleMode::Draw,
+        position,
+        seed: sampling.seed,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        logprob: logprobs.is_some(),
+        top_logprobs: logprobs.unwrap_or(0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
+
+    #[test]
+    fn bounds_are_kept_to_the_edge() {
+        let accepted = [
+            PLAIN,
+            Sampling { temperature: 0.0, ..PLAIN },
+            Sampling { temperature: f32::MAX, ..PLAIN },
+            Sampling { top_p: f32::MIN_POSITIVE, min_p: 1.0, top_k: u32::MAX, ..PLAIN },
+        ];
+        for sampling in accepted {
+            assert_eq!(validate(&sampling), Ok(()), "{sampling:?}");
+        }
+        let refused = [
+            (Sampling { temperature: -0.1, ..PLAIN }, "temperature", "-0.1"),
+            (Sampling { temperature: f32::NAN, ..PLAIN }, "temperature", "NaN"),
+            (Sampling { temperature: f32::INFINITY, ..PLAIN }, "temperature", "inf"),
+            (Sampling { top_p: 0.0, ..PLAIN }, "top_p", "0"),
+            (Sampling { top_p: 1.5, ..PLAIN }, "top_p", "1.5"),
+            (Sampling { top_p: f32::NAN, ..PLAIN }, "top_p", "NaN"),
+            (Sampling { min_p: -0.25, ..PLAIN }, "min_p", "-0.25"),
+            (Sampling { min_p: 1.25, ..PLAIN }, "min_p", "1.25"),
+            (Sampling { min_p: f32::NAN, ..PLAIN }, "min_p", "NaN"),
+        ];
+        for (sampling, param, value) in refused {
+            let (named, message) = validate(&sampling).expect_err(param);
+            assert_eq!(named, param);
+            assert!(message.starts_with(&format!("{param} is {value} ")), "{message}");
+        }
+    }
+
+    #[test]
+    fn every_field_reaches_the_row() {
+        let sampling = Sampling { temperature: 0.75, top_k: 40, top_p: 0.9, min_p: 0.05, seed: u64::MAX - 1 };
+        let expected = SampleRow {
+            mode: SampleMode::Draw,
+            position: 17,
+            seed: u64::MAX - 1,
+            temperature: 0.75,
+            top_k: 40,
+            top_p: 0.9,
+            min_p: 0.05,
+            logprob: true,
+            top_logprobs: 5,
+        };
+        assert_eq!(compile(&sampling, 17, Some(5)), expected);
+        assert_eq!(compile(&sampling, 17, Some(0)), SampleRow { top_logprobs: 0, ..expected });
+        let silent = SampleRow { logprob: false, top_logprobs: 0, ..expected };
+        assert_eq!(compile(&sampling, 17, None), silent);
+    }
+}

@@ -1,0 +1,258 @@
+//! Which sequence holds which slot, and the window of slots that a step computes.
+//!
+//! A turn's changes come in one order: the finished leave, [`SlotMap::compact`] closes the gaps, the new
+//! ones join. With the shuffle on, the window then has no holes; with it off, holes stay where they are
+//! until a new sequence takes them or an edge of the window passes them.
+//! Invariant: a key holds one slot, a slot one key. All else (window, holes, number of live sequences) is
+//! read off the slots and stored nowhere.
+
+use super::shuffle;
+use mainstem_kernels::SlotMove;
+use mainstem_kernels::batch::Slot;
+use std::ops::Range;
+
+/// Slots `0..slots` and their holders. Every method is O(slots) and allocates nothing.
+#[derive(Clone, Debug)]
+pub struct SlotMap<K> {
+    /// Each slot's holder.
+    holders: Vec<Option<K>>,
+    shuffle: bool,
+    /// What the shuffle reads; only good during `compact`.
+    occupied: Vec<bool>,
+}
+
+impl<K: Copy + Eq> SlotMap<K> {
+    /// `slots` free slots. `shuffle`: whether [`SlotMap::compact`] moves anything.
+    pub fn new(slots: usize, shuffle: bool) -> SlotMap<K> {
+        SlotMap { holders: vec![None; slots], shuffle, occupied: Vec::with_capacity(slots) }
+    }
+
+    /// Gives `key` a slot: the lowest hole of the window, else the one above it, else the one below it.
+    /// `None` when all slots are taken.
+    pub fn join(&mut self, key: K) -> Option<Slot> {
+        assert!(self.slot_of(key).is_none(), "a key joins once");
+        let window = self.window();
+        let above = (window.end as usize) < self.holders.len();
+        let slot =
+            self.holes().next().or(above.then_some(window.end)).or_else(|| window.start.checked_sub(1))?;
+        self.holders[slot as usize] = Some(key);
+        Some(slot)
+    }
+
+    /// Frees a slot that is taken; its holder.
+    pub fn leave(&mut self, slot: Slot) -> K {
+        self.holders[slot as usize].take().expect("only a taken slot is left, else this is a bug")
+    }
+
+    /// Closes the window's holes with the fewest moves and appends these to `moves`. Does nothing with the
+    /// shuffle off.
+    pub fn compact(&mut self, moves: &mut Vec<SlotMove>) {
+        if !self.shuffle {
+            return;
+        }
+        self.occupied.clear();
+        self.occupied.extend(self.holders.iter().map(Option::is_some));
+        let first = moves.len();
+        shuffle::moves(&self.occupied, &shuffle::window(&self.occupied), moves);
+        for m in &moves[first..] {
+            self.holders[m.to as usize] = self.holders[m.from as usize].take();
+        }
+        assert_eq!(self.window().len(), self.live(), "a compacted window has no holes");
+    }
+
+    /// From the lowest taken slot to the highest; `0..0` when none is.
+    pub fn window(&self) -> Range<Slot> {
+        let first = self.holders.iter().position(Option::is_some);
+        let last = self.holders.iter().rposition(Option::is_some);
+        first.zip(last).map_or(0..0, |(first, last)| first as Slot..last as Slot + 1)
+    }
+
+    /// The free slots of the window, ascending.
+    pub fn holes(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.window().filter(|&slot| self.get(slot).is_none())
+    }
+
+    /// The slot's holder.
+    pub fn get(&self, slot: Slot) -> Option<K> {
+        self.holders.get(slot as usize).copied().flatten()
+    }
+
+    /// The key's slot.
+    pub fn slot_of(&self, key: K) -> Option<Slot> {
+        self.iter().find(|&(_, holder)| holder == key).map(|(slot, _)| slot)
+    }
+
+    /// Taken slots.
+    pub fn live(&self) -> usize {
+        self.iter().count()
+    }
+
+    /// Taken slots and their holders, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = (Slot, K)> + '_ {
+        (0..).zip(&self.holders).filter_map(|(slot, holder)| Some((slot, (*holder)?)))
+    }
+
+    /// Asserts that the map contradicts itself nowhere.
+    pub fn check(&self) {
+        let window = self.window();
+        assert_eq!(window.len(), self.live() + self.holes().count());
+        for (slot, key) in self.iter() {
+            assert!(window.contains(&slot));
+            assert_eq!(self.slot_of(key), Some(slot), "a key holds one slot");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::dice::Dice;
+    use super::*;
+
+    fn filled(slots: usize, shuffle: bool) -> SlotMap<char> {
+        let mut map = SlotMap::new(slots, shuffle);
+        for (slot, key) in ('a'..).take(slots).enumerate() {
+            assert_eq!(map.join(key), Some(slot as Slot));
+        }
+        map
+    }
+
+    fn holders(map: &SlotMap<char>) -> String {
+        (0..map.holders.len() as Slot).map(|slot| map.get(slot).unwrap_or('.')).collect()
+    }
+
+    #[test]
+    fn a_full_map_refuses() {
+        let mut map = filled(3, true);
+        assert_eq!(map.join('x'), None);
+        assert_eq!(SlotMap::<char>::new(0, true).join('x'), None);
+        assert_eq!(holders(&map), "abc");
+    }
+
+    #[test]
+    fn joins_take_holes_then_the_high_edge_then_the_low_edge() {
+        let mut map = filled(7, false);
+        for slot in [0, 1, 3, 6] {
+            map.leave(slot);
+        }
+        assert_eq!((holders(&map).as_str(), map.window()), ("..c.ef.", 2..6));
+        assert_eq!(map.holes().collect::<Vec<_>>(), [3]);
+        let slots: Vec<_> = ('u'..='y').map(|key| map.join(key)).collect();
+        assert_eq!(slots, [Some(3), Some(6), Some(1), Some(0), None]);
+    }
+
+    #[test]
+    fn compaction_moves_holders_and_says_so() {
+        let mut map = filled(8, true);
+        assert_eq!((map.leave(2), map.leave(5)), ('c', 'f'));
+        // What the list held before is kept and not applied.
+        let before = SlotMove { from: 0, to: 7 };
+        let mut moves = vec![before];
+        map.compact(&mut moves);
+        assert_eq!(moves, [before, SlotMove { from: 6, to: 2 }, SlotMove { from: 7, to: 5 }]);
+        assert_eq!(holders(&map), "abgdeh..");
+        assert_eq!((map.slot_of('h'), map.slot_of('c')), (Some(5), None));
+    }
+
+    #[test]
+    fn without_the_shuffle_holes_stay_until_an_edge_passes_them() {
+        let mut map = filled(5, false);
+        let mut moves = Vec::new();
+        map.leave(1);
+        map.leave(3);
+        map.compact(&mut moves);
+        assert_eq!((holders(&map).as_str(), moves.len(), map.window()), ("a.c.e", 0, 0..5));
+        map.leave(0);
+        assert_eq!((map.window(), map.live()), (2..5, 2));
+        map.leave(2);
+        map.leave(4);
+        assert_eq!((map.window(), map.live()), (0..0, 0));
+    }
+
+    #[test]
+    #[should_panic(expected = "joins once")]
+    fn a_key_does_not_join_twice() {
+        let mut map = filled(2, true);
+        map.leave(1);
+        map.join('a');
+    }
+
+    #[test]
+    #[should_panic(expected = "taken slot")]
+    fn a_free_slot_is_not_left() {
+        let mut map = filled(2, true);
+        map.leave(1);
+        map.leave(1);
+    }
+
+    /// Where a joining key must go: a hole, the high edge, the low edge.
+    fn expected_slot(model: &[Option<u64>]) -> Option<usize> {
+        let taken: Vec<usize> = (0..model.len()).filter(|&slot| model[slot].is_some()).collect();
+        let (Some(&low), Some(&high)) = (taken.first(), taken.last()) else {
+            return (!model.is_empty()).then_some(0);
+        };
+        let hole = (low..high).find(|slot| !taken.contains(slot));
+        let edges = [Some(high + 1).filter(|&slot| slot < model.len()), low.checked_sub(1)];
+        hole.or(edges.into_iter().flatten().next())
+    }
+
+    fn agree(map: &SlotMap<u64>, model: &[Option<u64>]) {
+        map.check();
+        let taken: Vec<(Slot, u64)> = (0..).zip(model).filter_map(|(s, k)| Some((s, (*k)?))).collect();
+        assert_eq!(map.iter().collect::<Vec<_>>(), taken);
+        assert_eq!(map.live(), taken.len());
+        let window = match taken.as_slice() {
+            [] => 0..0,
+            [only] => only.0..only.0 + 1,
+            [first, .., last] => first.0..last.0 + 1,
+        };
+        assert_eq!(map.window(), window);
+        let free = |slot: &Slot| model[*slot as usize].is_none();
+        assert!(map.holes().eq(window.filter(free)));
+        for (slot, key) in taken {
+            assert_eq!((map.get(slot), map.slot_of(key)), (Some(key), Some(slot)));
+        }
+    }
+
+    /// Random turns against a plain list of holders.
+    fn turns(seed: u32, slots: usize, shuffle: bool) {
+        let mut dice = Dice::new(seed);
+        let (mut map, mut model) = (SlotMap::new(slots, shuffle), vec![None; slots]);
+        let (mut next_key, mut moves) = (0u64, Vec::new());
+        for _ in 0..300 {
+            for (slot, holder) in (0..).zip(&mut model) {
+                if holder.is_some() && dice.below(4) == 0 {
+                    assert_eq!(Some(map.leave(slot)), holder.take());
+                }
+            }
+            agree(&map, &model);
+            moves.clear();
+            map.compact(&mut moves);
+            for m in &moves {
+                assert!(model[m.to as usize].is_none());
+                model[m.to as usize] = model[m.from as usize].take();
+            }
+            agree(&map, &model);
+            assert!(!shuffle || map.window().len() == map.live());
+            assert!(shuffle || moves.is_empty());
+            for _ in 0..dice.below(slots / 2 + 1) {
+                let slot = expected_slot(&model);
+                assert_eq!(map.join(next_key), slot.map(|slot| slot as Slot));
+                if let Some(slot) = slot {
+                    model[slot] = Some(next_key);
+                }
+                next_key += 1;
+                agree(&map, &model);
+                assert!(!shuffle || map.window().len() == map.live());
+            }
+        }
+        assert!(next_key > 0);
+    }
+
+    #[test]
+    fn random_turns_agree_with_a_plain_list() {
+        for (seed, slots) in [(1, 2), (2, 3), (3, 8), (4, 17), (5, 32)] {
+            turns(seed, slots, true);
+            turns(seed, slots, false);
+        }
+    }
+}
