@@ -1,0 +1,121 @@
+//! A model with its cache on one device: what turns a [`StepBatch`] into a [`StepOutput`].
+//!
+//! Invariant: everything is allocated in `new`; `run` allocates nothing.
+
+use super::forward::{self, Activations};
+use super::load::{self, Model, TensorRecord};
+use super::shard::Shard;
+use super::source::ModelSource;
+use anyhow::{Context, Result};
+use mainstem_kernels::{
+    Backend, DeviceError, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
+};
+
+/// What a device's actor drives. The type of the backend ends here.
+pub trait Executor: Send {
+    /// One forward pass; results go to `out`, which is cleared first.
+    fn run(&mut self, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError>;
+
+    /// What was allocated for what.
+    fn report(&self) -> ExecutorReport;
+}
+
+/// What was allocated for what, in bytes, for the report at start.
+#[derive(Clone, Debug, Default)]
+pub struct ExecutorReport {
+    /// Name, instruction set and threads of the device.
+    pub device: String,
+    pub tensors: Vec<TensorRecord>,
+    pub weight_bytes: usize,
+    pub kv_bytes: usize,
+    pub activation_bytes: usize,
+}
+
+/// The cache's number format and size: everything of it that the model does not say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPlan {
+    pub ty: QuantType,
+    /// Pages, the sink included.
+    pub pages: usize,
+}
+
+/// A model on a device of type `B`.
+pub struct ModelExecutor<B: Backend> {
+    backend: B,
+    model: Model<B::Buf>,
+    shard: Shard,
+    kv: Vec<KvLayer<B::Buf>>,
+    act: Activations<B::Buf>,
+    limits: StepLimits,
+    kv_layout: KvLayout,
+}
+
+impl<B: Backend> ModelExecutor<B> {
+    /// Loads the model and allocates all that steps within `limits` need.
+    pub fn new(mut backend: B, source: &ModelSource, kv: KvPlan, limits: StepLimits) -> Result<Self> {
+        let shard = Shard::whole(source.spec.layers);
+        let model = load::load(&mut backend, source, &shard, limits.positions)?;
+        let kv_layout = kv_layout(source, kv, limits.page_positions);
+        let caches = shard
+            .layers
+            .clone()
+            .map(|_| backend.alloc_kv(kv_layout))
+            .collect::<Result<_, _>>()
+            .context("allocating the KV cache")?;
+        let act =
+            Activations::new(&mut backend, &source.spec, &limits).context("allocating the activations")?;
+        backend.prepare(&limits).context("allocating the step buffers")?;
+        Ok(ModelExecutor { backend, model, shard, kv: caches, act, limits, kv_layout })
+    }
+}
+
+/// Bytes of one page in all layers.
+pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> usize {
+    let per_position = 2 * source.spec.kv_width() * source.spec.layers;
+    // Sizes are bounded when the specification is read, and no type is wider than F32.
+    ty.bytes(per_position * page_positions).unwrap_or(per_position * page_positions * size_of::<f32>())
+}
+
+fn kv_layout(source: &ModelSource, kv: KvPlan, page_positions: usize) -> KvLayout {
+    let attention = &source.spec.attention;
+    KvLayout {
+        ty: kv.ty,
+        pages: kv.pages,
+        page_positions,
+        kv_heads: attention.kv_heads,
+        k_dim: attention.head_dim,
+        v_dim: attention.head_dim,
+    }
+}
+
+impl<B: Backend> Executor for ModelExecutor<B> {
+    fn run(&mut self, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError> {
+        out.clear();
+        out.step = batch.step;
+        forward::step_major(
+            &mut self.backend,
+            &self.model,
+            &self.shard,
+            &mut self.kv,
+            &mut self.act,
+            batch,
+            &self.limits,
+            out,
+        );
+        assert_eq!(out.rows.len(), batch.samples.len(), "a result for each wanted row");
+        Ok(())
+    }
+
+    fn report(&self) -> ExecutorReport {
+        let layout = &self.kv_layout;
+        let positions = layout.pages * layout.page_positions * self.shard.layers.len();
+        let elements = positions * layout.kv_heads * (layout.k_dim + layout.v_dim);
+        ExecutorReport {
+            device: self.backend.describe(),
+            tensors: self.model.tensors.clone(),
+            weight_bytes: self.model.weight_bytes(),
+            kv_bytes: layout.ty.bytes(elements).unwrap_or(0),
+            activation_bytes: Activations::<B::Buf>::bytes(&self.model.spec, &self.limits),
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! From a checkpoint's tensors to a model in a device's memory.
+//!
+//! Invariant: every tensor the specification needs is there with the right shape, and every tensor of the
+//! file is used or listed as ignored; otherwise nothing is loaded.
+
+use super::rope;
+use super::shard::Shard;
+use super::source::ModelSource;
+use super::spec::{ModelSpec, TensorNames};
+use crate::formats::{Checkpoint, TensorView};
+use anyhow::{Context, Result, bail};
+use mainstem_kernels::{Backend, Norm, QuantType, Rope, Weight};
+use std::collections::BTreeSet;
+
+/// The layers of one network in a device's memory. An encoder-decoder model has two.
+pub struct Model<Buf> {
+    pub spec: ModelSpec,
+    pub encoder: Option<Stack<Buf>>,
+    pub decoder: Option<Stack<Buf>>,
+    /// What was loaded, in loading order.
+    pub tensors: Vec<TensorRecord>,
+}
+
+/// One stack of layers with what stands before and after it.
+pub struct Stack<Buf> {
+    /// (vocabulary, hidden)
+    pub embedding: Weight<Buf>,
+    pub rope: Rope<Buf>,
+    pub source: WeightSource<Buf>,
+    pub norm: Norm<Buf>,
+    pub head: Head<Buf>,
+}
+
+/// Hands out the weights of each layer.
+pub enum WeightSource<Buf> {
+    /// All layers lie in the device's memory.
+    Resident(Vec<Block<Buf>>),
+}
+
+/// The weights of one layer.
+pub struct Block<Buf> {
+    pub attention_norm: Norm<Buf>,
+    pub q: Linear<Buf>,
+    pub k: Linear<Buf>,
+    pub v: Linear<Buf>,
+    pub o: Linear<Buf>,
+    pub mlp_norm: Norm<Buf>,
+    pub gate: Linear<Buf>,
+    pub up: Linear<Buf>,
+    pub down: Linear<Buf>,
+}
+
+/// y = x · Wᵀ (+ b)
+pub struct Linear<Buf> {
+    pub weight: Weight<Buf>,
+    /// F32, (out).
+    pub bias: Option<Buf>,
+}
+
+/// What turns the residual stream into logits.
+pub enum Head<Buf> {
+    /// The embedding's matrix again.
+    Tied,
+    /// A matrix of its own, (vocabulary, hidden).
+    Own(Weight<Buf>),
+}
+
+/// What is known of a loaded tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorRecord {
+    pub name: String,
+    pub ty: QuantType,
+    pub shape: Vec<usize>,
+    pub bytes: usize,
+}
+
+impl<Buf> WeightSource<Buf> {
+    /// The weights of the layer with that index within the stage.
+    pub fn layer(&self, index: usize) -> &Block<Buf> {
+        match self {
+            WeightSource::Resident(blocks) => &blocks[index],
+        }
+    }
+}
+
+impl<Buf> Stack<Buf> {
+    /// The matrix that makes logits.
+    pub fn head(&self) -> &Weight<Buf> {
+        match &self.head {
+            Head::Tied => &self.embedding,
+            Head::Own(weight) => weight,
+        }
+    }
+}
+
+impl<Buf> Model<Buf> {
+    /// The stack that generates. Every model served so far has one.
+    pub fn decoder(&self) -> &Stack<Buf> {
+        self.decoder.as_ref().expect("a decoder-only model has a decoder; this is a bug")
+    }
+
+    /// Bytes of all weights as stored.
+    pub fn weight_bytes(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.bytes).sum()
+    }
+}
+
+/// Loads the shard's part of `source` into `backend`'s memory. `positions` is how far the tables of rotary
+/// positions reach.
+pub fn load<B: Backend>(
+    backend: &mut B,
+    source: &ModelSource,
+    shard: &Shard,
+    positions: usize,
+) -> Result<Model<B::Buf>> {
+    check_names(source)?;
+    let mut loader =
+        Loader { backend, checkpoint: &source.checkpoint, spec: &source.spec, tensors: Vec::new() };
+    let decoder =
+        loader.stack(shard, positions).with_context(|| format!("loading {}", source.path.display()))?;
+    let tensors = loader.tensors;
+    Ok(Model { spec: source.spec.clone(), encoder: None, decoder: Some(decoder), tensors })
+}
+
+/// Every tensor of the file must be known by name, and every needed name must be in the file.
+fn check_names(source: &ModelSource) -> Result<()> {
+    let needed = needed_names(&source.spec);
+    let missing: Vec<&str> =
+        needed.iter().map(String::as_str).filter(|name| source.checkpoint.tensor(name).is_none()).collect();
+    let unknown: Vec<&str> = source
+        .checkpoint
+        .names()
+        .filter(|name| !needed.contains(*name) && !source.spec.tensors.is_ignored(name))
+        // A tied head is often stored all the same; the embedding is what counts.
+        .filter(|name| !(source.spec.tied_head && *name == source.spec.tensors.head))
+        .collect();
+    if !missing.is_empty() {
+        bail!("{}: missing {}", source.path.display(), some_of(&missing));
+    }
+    if !unknown.is_empty() {
+        bail!("{}: the specification has no use for {}", source.path.display(), some_of(&unknown));
+    }
+    Ok(())
+}
+
+fn some_of(names: &[&str]) -> String {
+    const SHOWN: usize = 4;
+    let shown = names.iter().take(SHOWN).map(|name| format!("'{name}'")).collect::<Vec<_>>().join(", ");
+    match names.len().saturating_sub(SHOWN) {
+        0 => format!("tensor {shown}"),
+        more => format!("tensors {shown} and {more} more"),
+    }
+}
+
+fn needed_names(spec: &ModelSpec) -> BTreeSet<String> {
+    let names = &spec.tensors;
+    let mut needed = BTreeSet::from([names.embedding.clone(), names.norm.clone()]);
+    if !spec.tied_head {
+        needed.insert(names.head.clone());
+    }
+    for layer in 0..spec.layers {
+        let mut linear = |pattern: &str, bias: bool| {
+            let name = TensorNames::in_layer(pattern, layer);
+            if bias {
+                needed.insert(bias_name(&name));
+            }
+            needed.insert(name);
+        };
+        for pattern in [&names.attention_norm, &names.mlp_norm] {
+            linear(pattern, false);
+        }
+        for pattern in [&names.q, &names.k, &names.v, &names.o] {
+            linear(pattern, spec.attention.bias);
+        }
+        for pattern in [&names.gate, &names.up, &names.down] {
+            linear(pattern, spec.mlp.bias);
+        }
+    }
+    needed
+}
+
+fn bias_name(weight: &str) -> String {
+    match weight.strip_suffix(".weight") {
+        Some(stem) => format!("{stem}.bias"),
+        None => format!("{weight}.bias"),
+    }
+}
+
+struct Loader<'a, B: Backend> {
+    backend: &'a mut B,
+    checkpoint: &'a Checkpoint,
+    spec: &'a ModelSpec,
+    tensors: Vec<TensorRecord>,
+}
+
+impl<'a, B: Backend> Loader<'a, B> {
+    fn stack(&mut self, shard: &Shard, positions: usize) -> Result<Stack<B::Buf>> {
+        let spec = self.spec;
+        let embedding = self.matrix(&spec.tensors.embedding, spec.vocab, spec.hidden)?;
+        let blocks = shard.layers.clone().map(|layer| self.block(layer)).collect::<Result<_>>()?;
+        let norm = self.norm(&spec.tensors.norm)?;
+        let head = match spec.tied_head {
+            true => Head::Tied,
+            false => Head::Own(self.matrix(&spec.tensors.head, spec.vocab, spec.hidden)?),
+        };
+        let rope = self.rope(positions)?;
+        Ok(Stack { embedding, rope, source: WeightSource::Resident(blocks), norm, head })
+    }
+
+    fn block(&mut self, layer: usize) -> Result<Block<B::Buf>> {
+        let spec = self.spec;
+        let (hidden, q, kv, mlp) = (spec.hidden, spec.q_width(), spec.kv_width(), spec.mlp.width);
+        let name = |pattern: &str| TensorNames::in_layer(pattern, layer);
+        let names = &spec.tensors;
+        Ok(Block {
+            attention_norm: self.norm(&name(&names.attention_norm))?,
+            q: self.linear(&name(&names.q), q, hidden, spec.attention.bias)?,
+            k: self.linear(&name(&names.k), kv, hidden, spec.attention.bias)?,
+            v: self.linear(&name(&names.v), kv, hidden, spec.attention.bias)?,
+            o: self.linear(&name(&names.o), hidden, q, spec.attention.bias)?,
+            mlp_norm: self.norm(&name(&names.mlp_norm))?,
+            gate: self.linear(&name(&names.gate), mlp, hidden, spec.mlp.bias)?,
+            up: self.linear(&name(&names.up), mlp, hidden, spec.mlp.bias)?,
+            down: self.linear(&name(&names.down), hidden, mlp, spec.mlp.bias)?,
+        })
+    }
+
+    fn linear(&mut self, name: &str, out: usize, inp: usize, bias: bool) -> Result<Linear<B::Buf>> {
+        let weight = self.matrix(name, out, inp)?;
+        let bias = bias.then(|| self.vector(&bias_name(name), out)).transpose()?;
+        Ok(Linear { weight, bias })
+    }
+
+    fn norm(&mut self, name: &str) -> Result<Norm<B::Buf>> {
+        let width = self.spec.hidden;
+        Ok(Norm { weight: self.vector(name, width)?, width, eps: self.spec.norm_eps })
+    }
+
+    /// A matrix, kept in the type it is stored in.
+    fn matrix(&mut self, name: &str, out: usize, inp: usize) -> Result<Weight<B::Buf>> {
+        let tensor = self.take(name, &[out, inp])?;
+        self.backend
+            .upload_weight(tensor.ty, out, inp, tensor.bytes)
+            .with_context(|| format!("tensor '{name}' of {} bytes", tensor.bytes.len()))
+    }
+
+    /// A vector, widened to F32.
+    fn vector(&mut self, name: &str, width: usize) -> Result<B::Buf> {
+        let tensor = self.take(name, &[width])?;
+        let mut values = vec![0f32; width];
+        (tensor.ty.row().dequantize)(tensor.bytes, &mut values);
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.upload(&bytes).with_context(|| format!("tensor '{name}'"))
+    }
+
+    fn rope(&mut self, positions: usize) -> Result<Rope<B::Buf>> {
+        let rope = &self.spec.rope;
+        let cos_sin = self
+            .upload(&rope::table(&rope.config, rope.dims, positions))
+            .context("the table of rotary positions")?;
+        Ok(Rope { cos_sin, positions, dims: rope.dims, style: rope.style })
+    }
+
+    fn upload(&mut self, bytes: &[u8]) -> Result<B::Buf> {
+        let mut buf = self.backend.alloc(bytes.len())?;
+        self.backend.upload(&mut buf, 0, bytes);
+        Ok(buf)
+    }
+
+    /// The tensor of that name, if it has that shape; records that it was used.
+    fn take(&mut self, name: &str, shape: &[usize]) -> Result<TensorView<'a>> {
+        let checkpoint = self.checkpoint;
+        let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
+        if tensor.shape != shape {
+            bail!(
+                "{}: tensor '{name}' has shape {:?}, but config and specification make it {shape:?}",
+                tensor.file.display(),
+                tensor.shape
+            );
+        }
+        self.tensors.push(TensorRecord {
+            name: name.to_owned(),
+            ty: tensor.ty,
+            shape: shape.to_vec(),
+            bytes: tensor.bytes.len(),
+        });
+        Ok(tensor)
+    }
+}

@@ -1,0 +1,24 @@
+//! A model: what it is made of, where its tensors come from, and the one definition of a layer.
+//!
+//! Invariant: knows kernels (by their trait) and file formats, and no request. No model's name decides
+//! anything here: a model is the blocks its specification names.
+
+pub mod spec;
+
+pub mod source;
+
+pub mod shard;
+
+pub mod load;
+
+pub mod rope;
+
+pub mod forward;
+
+pub mod executor;
+
+pub use executor::{Executor, ModelExecutor};
+pub use load::{Block, Head, Linear, Model, Stack, TensorRecord, WeightSource};
+pub use shard::Shard;
+pub use source::ModelSource;
+pub use spec::ModelSpec;
