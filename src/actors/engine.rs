@@ -1,0 +1,236 @@
+//! The engine: all actors of one model, started together and stopped together.
+//!
+//! Invariant: when `start` returns, the model is loaded, every buffer is allocated, and requests are served.
+
+use super::decode::{Decode, DecodeConfig, Neighbours};
+use super::device::{Build, Device, Factory};
+use super::group::Group;
+use super::intake::{Intake, IntakeLimits};
+use super::kv::Kv;
+use super::prefill::Prefill;
+use super::status::Status;
+use super::stream::IntakeHandle;
+use crate::config::{Config, KvConfig, KvSize, SchedulerConfig};
+use crate::memory::PagePool;
+use crate::model::ModelSource;
+use crate::model::executor::{ExecutorReport, KvPlan, page_bytes};
+use crate::model::forward::Activations;
+use crate::text::Tokenizer;
+use actix::{Actor, Addr, Arbiter};
+use anyhow::{Context, Result, ensure};
+use mainstem_kernels::{HostBuf, StepLimits};
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Most likely tokens that can be asked for beside each token.
+pub const TOP_LOGPROBS: usize = 20;
+
+/// The sizes of everything, derived from configuration and model before anything is allocated.
+#[derive(Clone, Debug)]
+pub struct EngineSetup {
+    pub scheduler: SchedulerConfig,
+    pub limits: StepLimits,
+    pub kv: KvPlan,
+    pub eos: Vec<u32>,
+    pub model: ModelInfo,
+}
+
+/// What the server tells of the model.
+#[derive(Clone, Debug)]
+pub struct ModelInfo {
+    pub name: String,
+    /// Tokens of prompt and answer together, at most.
+    pub context: usize,
+    pub vocab: usize,
+    pub eos: Vec<u32>,
+    /// When it was loaded, in seconds of Unix time.
+    pub created: u64,
+}
+
+/// A running engine.
+pub struct Engine {
+    pub intake: IntakeHandle,
+    pub status: Arc<Status>,
+    pub tokenizer: Arc<Tokenizer>,
+    pub model: ModelInfo,
+    /// What was allocated for what, in lines.
+    pub report: String,
+    /// For checks: who holds what.
+    pub actors: Actors,
+    control: Arbiter,
+    device: Arbiter,
+}
+
+/// The actors that hold things.
+#[derive(Clone)]
+pub struct Actors {
+    pub intake: Addr<Intake>,
+    pub kv: Addr<Kv>,
+}
+
+impl EngineSetup {
+    /// Sizes for `source` as `config` wants them.
+    pub fn new(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
+        let spec = &source.spec;
+        let scheduler = config.scheduler.clone();
+        let context = context(&config.kv, spec.context)?;
+        let limits = StepLimits {
+            slots: scheduler.slots,
+            // Prompt tokens of one step, beside a window that may be full of decoding slots and holes.
+            rows: scheduler.token_budget + scheduler.slots,
+            logit_rows: scheduler.slots.max(32),
+            positions: context,
+            page_positions: config.kv.page_positions,
+            top_logprobs: TOP_LOGPROBS,
+            vocab: spec.vocab,
+        };
+        let kv = kv_plan(&config.kv, &limits, source)?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let name = match config.model.served_name.is_empty() {
+            true => source.name(),
+            false => config.model.served_name.clone(),
+        };
+        let model = ModelInfo { name, context, vocab: spec.vocab, eos: source.eos.clone(), created };
+        Ok(EngineSetup { scheduler, limits, kv, eos: source.eos.clone(), model })
+    }
+}
+
+/// Starts all actors: intake, prefill, decode and kv on one control thread, the device on its own. Fails
+/// when the device cannot be built.
+pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Factory) -> Result<Engine> {
+    let device_arbiter = Arbiter::new();
+    let device = Device::start_in_arbiter(&device_arbiter.handle(), move |_| Device::new(factory));
+    let built = device.send(Build).await.context("the device's thread is gone")??;
+    let report = report(&setup, &built);
+
+    let status = Arc::new(Status::default());
+    let control = Arbiter::new();
+    let actors = start_control(&control, &setup, Group::single(device.recipient()), status.clone());
+    Ok(Engine {
+        intake: IntakeHandle(actors.intake.clone().recipient()),
+        status,
+        tokenizer,
+        model: setup.model,
+        report,
+        actors,
+        control,
+        device: device_arbiter,
+    })
+}
+
+impl Engine {
+    /// Stops all actors. Requests still in flight lose their streams.
+    pub fn stop(self) {
+        self.control.stop();
+        self.device.stop();
+        // The control thread goes first, so that no step is sent to a device that is gone.
+        let _ = self.control.join();
+        let _ = self.device.join();
+    }
+}
+
+fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: Arc<Status>) -> Actors {
+    let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, .. } = setup.scheduler;
+    let (limits, pages) = (setup.limits, setup.kv.pages);
+    let thread = control.handle();
+    let kv = Kv::start_in_arbiter(&thread, move |_| {
+        Kv::new(slots, shuffle, PagePool::new(pages, limits.page_positions))
+    });
+    let prefill = {
+        let kv = kv.clone();
+        Prefill::start_in_arbiter(&thread, move |_| {
+            Prefill::new(kv.clone().recipient(), kv.recipient(), policy, slots)
+        })
+    };
+    let config = DecodeConfig { policy, limits, token_budget, eos: setup.eos.clone() };
+    let neighbours = Neighbours {
+        prefill_next: prefill.clone().recipient(),
+        prefill_forget: prefill.clone().recipient(),
+        kv_turn: kv.clone().recipient(),
+        kv_reset: kv.clone().recipient(),
+        group: Arc::new(group),
+        status: status.clone(),
+    };
+    Decode::start_in_arbiter(&thread, move |_| Decode::new(neighbours, config));
+    let door = IntakeLimits {
+        slots,
+        max_waiting,
+        context: limits.positions,
+        vocab: limits.vocab,
+        pages: pages - 1,
+        page_positions: limits.page_positions,
+    };
+    let intake = Intake::start_in_arbiter(&thread, move |_| Intake::new(door, prefill.recipient(), status));
+    Actors { intake, kv }
+}
+
+fn context(kv: &KvConfig, model: usize) -> Result<usize> {
+    let context = kv.max_context.unwrap_or(model);
+    ensure!(context <= model, "kv.max_context is {context}, but the model was made for {model} positions");
+    Ok(context)
+}
+
+/// How many pages the cache gets, the sink included.
+fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<KvPlan> {
+    let page = page_bytes(source, kv.ty, kv.page_positions);
+    let whole = limits.slots * limits.table_len();
+    let pages = match kv.size {
+        KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_positions),
+        KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
+        KvSize::Fitting => whole.min(spare_memory(limits, source) / page).max(1),
+    };
+    ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
+    ensure!(
+        pages < u32::MAX as usize,
+        "the configured KV cache has {pages} pages, more than can be numbered"
+    );
+    // More than every slot can use would only be memory lost.
+    Ok(KvPlan { ty: kv.ty, pages: pages.min(whole) + 1 })
+}
+
+/// Half of what is free once weights and activations are in: the other half belongs to whoever else uses
+/// the machine, and to the page cache.
+fn spare_memory(limits: &StepLimits, source: &ModelSource) -> usize {
+    let taken = source.checkpoint.total_bytes() + Activations::<HostBuf>::bytes(&source.spec, limits);
+    available_memory().saturating_sub(taken) / 2
+}
+
+/// Bytes the system would still give; without a word from it, no bound.
+fn available_memory() -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<usize>().ok())
+        .map_or(usize::MAX, |kib| kib.saturating_mul(1024))
+}
+
+fn report(setup: &EngineSetup, built: &ExecutorReport) -> String {
+    let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
+    let EngineSetup { scheduler, limits, kv, model, .. } = setup;
+    let mut text = String::new();
+    let lines = [
+        format!("model        {}: vocabulary {}, context {}", model.name, model.vocab, model.context),
+        format!("device       {}", built.device),
+        format!("weights      {:.1} MiB in {} tensors", mib(built.weight_bytes), built.tensors.len()),
+        format!(
+            "kv cache     {:.1} MiB: {} pages of {} positions, {}",
+            mib(built.kv_bytes),
+            kv.pages - 1,
+            limits.page_positions,
+            kv.ty
+        ),
+        format!("activations  {:.1} MiB for {} rows a step", mib(built.activation_bytes), limits.rows),
+        format!(
+            "scheduler    {} slots, {} may wait, {:?}, shuffle {}",
+            limits.slots,
+            scheduler.max_waiting,
+            scheduler.policy,
+            if scheduler.shuffle { "on" } else { "off" }
+        ),
+    ];
+    for line in lines {
+        let _ = writeln!(text, "{line}");
+    }
+    text
+}

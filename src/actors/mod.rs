@@ -1,0 +1,29 @@
+//! The live part: who does what between a request's arrival and its last token.
+//!
+//! Invariant: messages are plain data, state has one owner, and only the decode loop issues device work.
+
+pub mod stream;
+
+pub mod intake;
+
+pub mod prefill;
+
+pub mod kv;
+
+pub mod sequence;
+
+pub mod decode;
+
+pub mod group;
+
+pub mod device;
+
+pub mod reply;
+
+pub mod status;
+
+pub mod engine;
+
+pub use engine::{Engine, EngineSetup, ModelInfo};
+pub use status::Status;
+pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

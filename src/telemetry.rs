@@ -1,0 +1,392 @@
+//! What can be seen from outside: every metric's name, type, unit and help text in one table, and the log.
+//! Names follow vLLM's where the meaning is the same, under our own prefix; counters end in `_total`,
+//! times are in seconds, shares from 0 to 1.
+//!
+//! Invariant: a metric that is not in [`METRICS`] cannot be recorded, and one that is, is described.
+
+use crate::config::{LogConfig, LogFormat};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use std::sync::OnceLock;
+use tracing_subscriber::EnvFilter;
+
+/// One row of the table.
+#[derive(Debug)]
+pub struct Metric {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// In words, for the documentation.
+    pub unit: &'static str,
+    pub help: &'static str,
+    /// Names of the labels, with the values that are known beforehand.
+    pub labels: &'static [(&'static str, &'static [&'static str])],
+}
+
+/// What a metric is, with the upper edges of a histogram's buckets.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    Counter,
+    Gauge,
+    Histogram(&'static [f64]),
+}
+
+impl Kind {
+    /// The word of the exposition format.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Kind::Counter => "counter",
+            Kind::Gauge => "gauge",
+            Kind::Histogram(_) => "histogram",
+        }
+    }
+}
+
+impl Metric {
+    const fn new(name: &'static str, kind: Kind, unit: &'static str, help: &'static str) -> Metric {
+        Metric { name, kind, unit, help, labels: &[] }
+    }
+
+    const fn labelled(mut self, labels: &'static [(&'static str, &'static [&'static str])]) -> Metric {
+        self.labels = labels;
+        self
+    }
+
+    /// The counter itself, for who counts often.
+    pub fn counter(&self) -> metrics::Counter {
+        debug_assert!(self.kind == Kind::Counter && self.labels.is_empty(), "{}", self.name);
+        metrics::counter!(self.name)
+    }
+
+    /// The histogram itself, for who records often.
+    pub fn histogram(&self) -> metrics::Histogram {
+        debug_assert!(matches!(self.kind, Kind::Histogram(_)), "{}", self.name);
+        metrics::histogram!(self.name)
+    }
+
+    /// Counts `n` more.
+    pub fn add(&self, n: u64) {
+        self.counter().increment(n);
+    }
+
+    /// Counts one more under the labels' values, in the table's order.
+    pub fn count<const N: usize>(&self, values: [&str; N]) {
+        debug_assert!(self.kind == Kind::Counter && self.labels.len() == N, "{}", self.name);
+        metrics::counter!(self.name, &self.label_pairs(&values)).increment(1);
+    }
+
+    /// The gauge now stands at `value`.
+    pub fn set(&self, value: f64) {
+        debug_assert!(self.kind == Kind::Gauge, "{}", self.name);
+        metrics::gauge!(self.name).set(value);
+    }
+
+    /// One more observation.
+    pub fn record(&self, value: f64) {
+        self.histogram().record(value);
+    }
+
+    fn label_pairs(&self, values: &[&str]) -> Vec<(&'static str, String)> {
+        self.labels.iter().zip(values).map(|((name, _), value)| (*name, value.to_string())).collect()
+    }
+
+    fn describe(&self) {
+        match self.kind {
+            Kind::Counter => metrics::describe_counter!(self.name, self.help),
+            Kind::Gauge => metrics::describe_gauge!(self.name, self.help),
+            Kind::Histogram(_) => metrics::describe_histogram!(self.name, self.help),
+        }
+    }
+
+    /// Makes the series that are known beforehand, so that they are 0 rather than absent.
+    fn touch(&self) {
+        match (self.kind, self.labels) {
+            (Kind::Counter, []) => self.add(0),
+            (Kind::Counter, [(_, values)]) => {
+                for value in *values {
+                    metrics::counter!(self.name, &self.label_pairs(&[value])).increment(0);
+                }
+            }
+            (Kind::Counter, _) => {}
+            (Kind::Gauge, _) => self.set(0.0),
+            (Kind::Histogram(_), _) => drop(self.histogram()),
+        }
+    }
+}
+
+use Kind::{Counter, Gauge};
+
+const FIRST_TOKEN_S: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0, 160.0, 640.0, 2560.0,
+];
+const BETWEEN_TOKENS_S: &[f64] = &[
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0,
+];
+const REQUEST_S: &[f64] = &[
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+];
+const STEP_S: &[f64] = &[
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+    0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
+];
+const REQUEST_TOKENS: &[f64] =
+    &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
+const STEP_TOKENS: &[f64] =
+    &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
+
+/// Set when it is asked for.
+pub static REQUESTS_RUNNING: Metric =
+    Metric::new("mainstem_num_requests_running", Gauge, "requests", "Requests in prefill or decode.");
+pub static REQUESTS_WAITING: Metric =
+    Metric::new("mainstem_num_requests_waiting", Gauge, "requests", "Requests in the waiting room.");
+pub static SLOTS_LIVE: Metric =
+    Metric::new("mainstem_slots_live", Gauge, "slots", "Slots that hold a sequence.");
+pub static KV_CACHE_USAGE: Metric = Metric::new(
+    "mainstem_kv_cache_usage_perc",
+    Gauge,
+    "share, 0 to 1",
+    "Share of the KV pages that is reserved.",
+);
+pub static PROMPT_TOKENS: Metric = Metric::new(
+    "mainstem_prompt_tokens_total",
+    Counter,
+    "tokens",
+    "Prompt tokens of the requests that came to their first token.",
+);
+pub static GENERATION_TOKENS: Metric = Metric::new(
+    "mainstem_generation_tokens_total",
+    Counter,
+    "tokens",
+    "Tokens generated and handed to replies.",
+);
+pub static REQUEST_SUCCESS: Metric = Metric::new(
+    "mainstem_request_success_total",
+    Counter,
+    "requests",
+    "Requests that were taken in and are over, by how they ended.",
+)
+.labelled(&[("finished_reason", &["stop", "length", "abort", "error"])]);
+pub static ADMISSION_REJECTIONS: Metric = Metric::new(
+    "mainstem_admission_rejections_total",
+    Counter,
+    "requests",
+    "Requests that intake refused, by reason.",
+)
+.labelled(&[("reason", &["invalid", "too_long", "too_large", "busy", "draining"])]);
+pub static CLIENTS_GONE: Metric = Metric::new(
+    "mainstem_clients_gone_total",
+    Counter,
+    "requests",
+    "Clients that hung up before their reply was over.",
+);
+pub static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
+    "mainstem_time_to_first_token_seconds",
+    Kind::Histogram(FIRST_TOKEN_S),
+    "seconds",
+    "From taking a request in to its first generated token.",
+);
+pub static INTER_TOKEN_LATENCY: Metric = Metric::new(
+    "mainstem_inter_token_latency_seconds",
+    Kind::Histogram(BETWEEN_TOKENS_S),
+    "seconds",
+    "Between two generated tokens of a request.",
+);
+pub static E2E_LATENCY: Metric = Metric::new(
+    "mainstem_e2e_request_latency_seconds",
+    Kind::Histogram(REQUEST_S),
+    "seconds",
+    "From taking a request in to its end.",
+);
+pub static QUEUE_TIME: Metric = Metric::new(
+    "mainstem_request_queue_time_seconds",
+    Kind::Histogram(REQUEST_S),
+    "seconds",
+    "Time of a request in the waiting room.",
+);
+pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
+    "mainstem_request_prompt_tokens",
+    Kind::Histogram(REQUEST_TOKENS),
+    "tokens",
+    "Length of a request's prompt.",
+);
+pub static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
+    "mainstem_request_generation_tokens",
+    Kind::Histogram(REQUEST_TOKENS),
+    "tokens",
+    "Tokens generated for a request.",
+);
+pub static ITERATION_TOKENS: Metric = Metric::new(
+    "mainstem_iteration_tokens",
+    Kind::Histogram(STEP_TOKENS),
+    "tokens",
+    "Tokens of one step: decoded ones and those of prompt chunks.",
+);
+pub static STEP_ROWS: Metric = Metric::new(
+    "mainstem_step_rows",
+    Kind::Histogram(STEP_TOKENS),
+    "rows",
+    "Rows of one step, holes between slots included.",
+);
+pub static STEP_SECONDS: Metric = Metric::new(
+    "mainstem_step_seconds",
+    Kind::Histogram(STEP_S),
+    "seconds",
+    "Time of one step on the device.",
+);
+pub static SLOT_MOVES: Metric = Metric::new(
+    "mainstem_slot_moves_total",
+    Counter,
+    "moves",
+    "Sequences moved to another slot to close holes.",
+);
+pub static DEVICE_RESTARTS: Metric = Metric::new(
+    "mainstem_device_restarts_total",
+    Counter,
+    "restarts",
+    "Times the device was rebuilt after a fault.",
+);
+pub static HTTP_REQUESTS: Metric = Metric::new(
+    "mainstem_http_requests_total",
+    Counter,
+    "requests",
+    "HTTP requests answered; a path that is not served counts as \"other\".",
+)
+.labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+
+/// Every metric, in the order of the documentation.
+pub static METRICS: &[&Metric] = &[
+    &REQUESTS_RUNNING,
+    &REQUESTS_WAITING,
+    &SLOTS_LIVE,
+    &KV_CACHE_USAGE,
+    &PROMPT_TOKENS,
+    &GENERATION_TOKENS,
+    &REQUEST_SUCCESS,
+    &ADMISSION_REJECTIONS,
+    &CLIENTS_GONE,
+    &TIME_TO_FIRST_TOKEN,
+    &INTER_TOKEN_LATENCY,
+    &E2E_LATENCY,
+    &QUEUE_TIME,
+    &REQUEST_PROMPT_TOKENS,
+    &REQUEST_GENERATION_TOKENS,
+    &ITERATION_TOKENS,
+    &STEP_ROWS,
+    &STEP_SECONDS,
+    &SLOT_MOVES,
+    &DEVICE_RESTARTS,
+    &HTTP_REQUESTS,
+];
+
+/// Installs the process's recorder, once; later calls give the same handle. Whoever holds it calls
+/// `run_upkeep` now and then, or unread observations pile up.
+pub fn install() -> PrometheusHandle {
+    static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
+    HANDLE.get_or_init(install_recorder).clone()
+}
+
+fn install_recorder() -> PrometheusHandle {
+    let mut builder = PrometheusBuilder::new();
+    for metric in METRICS {
+        if let Kind::Histogram(buckets) = metric.kind {
+            let name = Matcher::Full(metric.name.to_string());
+            builder = builder.set_buckets_for_metric(name, buckets).expect("buckets are not empty");
+        }
+    }
+    let handle = builder.install_recorder().expect("no other recorder is installed; anything else is a bug");
+    for metric in METRICS {
+        metric.describe();
+        metric.touch();
+    }
+    handle
+}
+
+/// Starts the log, on standard error. Later calls change nothing.
+pub fn start_log(config: &LogConfig) {
+    let filter = EnvFilter::new(&config.level);
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let _ = match config.format {
+        LogFormat::Text => lines.try_init(),
+        LogFormat::Json => lines.json().flatten_event(true).try_init(),
+    };
+}
+
+/// The table as the page `docs/metrics.md`.
+pub fn documentation() -> String {
+    let mut page = String::from(PAGE_HEAD);
+    for Metric { name, kind, unit, help, labels } in METRICS {
+        let labels: Vec<_> = labels.iter().map(|(name, values)| label_text(name, values)).collect();
+        page += &format!("| `{name}` | {} | {unit} | {} | {help} |\n", kind.as_str(), labels.join(", "));
+    }
+    page += "\n## Buckets\n\n";
+    for metric in METRICS {
+        if let Kind::Histogram(buckets) = metric.kind {
+            let edges: Vec<_> = buckets.iter().map(f64::to_string).collect();
+            page += &format!("- `{}`: {}\n", metric.name, edges.join(", "));
+        }
+    }
+    page
+}
+
+const PAGE_HEAD: &str = "# Metrics
+
+`GET /metrics` answers in the Prometheus text format. Counters only grow; histograms have the buckets listed
+below. This page is made from the table in `src/telemetry.rs`, and a test holds the two together.
+
+| name | type | unit | labels | meaning |
+|---|---|---|---|---|
+";
+
+fn label_text(name: &str, values: &[&str]) -> String {
+    if values.is_empty() { format!("`{name}`") } else { format!("`{name}`: {}", values.join(" / ")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_is_the_table() {
+        let page = include_str!("../docs/metrics.md");
+        assert_eq!(page, documentation(), "docs/metrics.md differs from telemetry::documentation()");
+    }
+
+    #[test]
+    fn names_follow_the_convention() {
+        for metric in METRICS {
+            assert!(metric.name.starts_with("mainstem_"), "{}", metric.name);
+            assert_eq!(metric.name.ends_with("_total"), metric.kind == Counter, "{}", metric.name);
+            assert_eq!(metric.name.ends_with("_seconds"), metric.unit == "seconds", "{}", metric.name);
+            assert!(metric.help.ends_with('.'), "{}", metric.name);
+            if let Kind::Histogram(buckets) = metric.kind {
+                assert!(buckets.is_sorted_by(|a, b| a < b), "{}", metric.name);
+            }
+        }
+        let mut names: Vec<_> = METRICS.iter().map(|metric| metric.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), METRICS.len());
+    }
+
+    /// Each row stands in the exposition with its help and type, histograms as histograms, from the start.
+    #[test]
+    fn the_exposition_has_every_metric() {
+        let handle = install();
+        HTTP_REQUESTS.count(["GET", "/health", "200"]);
+        STEP_SECONDS.record(0.004);
+        let text = handle.render();
+        for metric in METRICS {
+            let (name, kind) = (metric.name, metric.kind.as_str());
+            assert!(text.contains(&format!("# HELP {name} {}\n", metric.help)), "{name}\n{text}");
+            assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name}\n{text}");
+        }
+        assert!(text.contains("mainstem_step_seconds_bucket{le=\"0.005\"}"), "{text}");
+        assert!(text.contains("mainstem_request_success_total{finished_reason=\"abort\"}"), "{text}");
+        for line in text.lines().filter(|line| line.starts_with("# TYPE ")) {
+            let words: Vec<_> = line.split(' ').collect();
+            assert!(METRICS.iter().any(|metric| metric.name == words[2]), "not in the table: {line}");
+            assert_eq!(words[2].ends_with("_total"), words[3] == "counter", "{line}");
+        }
+    }
+}
