@@ -1,0 +1,5 @@
+//! The program: its arguments go to `cli`.
+
+fn main() -> std::process::ExitCode {
+    mainstem::cli::run()
+}

@@ -1,0 +1,42 @@
+//! What the server says about itself: models, health, metrics, version.
+//!
+//! Invariant: nothing here waits for the engine.
+
+use super::{App, wire};
+use actix_web::{HttpResponse, web};
+
+/// `GET /v1/models`.
+pub async fn models(app: web::Data<App>) -> HttpResponse {
+    let model = &app.parts.model;
+    let card = wire::Model {
+        id: &model.name,
+        object: "model",
+        created: model.created,
+        owned_by: "mainstem",
+        max_model_len: model.context,
+    };
+    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card] })
+}
+
+/// `GET /health`: 503 on the way out, and when requests are in flight but the decode loop stands still.
+pub async fn health(app: web::Data<App>) -> HttpResponse {
+    let status = &app.parts.status;
+    let stalled = status.pending() > 0 && status.since_beat() > app.config.stalled_after;
+    let (mut response, word) = match (status.is_draining(), stalled) {
+        (true, _) => (HttpResponse::ServiceUnavailable(), "draining"),
+        (false, true) => (HttpResponse::ServiceUnavailable(), "stalled"),
+        (false, false) => (HttpResponse::Ok(), "ok"),
+    };
+    response.json(wire::Health { status: word })
+}
+
+/// `GET /metrics`.
+pub async fn metrics(app: web::Data<App>) -> HttpResponse {
+    let text = "text/plain; version=0.0.4; charset=utf-8";
+    HttpResponse::Ok().content_type(text).body(app.metrics.render())
+}
+
+/// `GET /version`.
+pub async fn version() -> HttpResponse {
+    HttpResponse::Ok().json(wire::Version { version: env!("CARGO_PKG_VERSION") })
+}

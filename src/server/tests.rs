@@ -1,0 +1,709 @@
+//! The server through real TCP, before an intake that does what the test says.
+//!
+//! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
+
+use super::{Ending, ServeParts, Server};
+use crate::actors::stream::channel;
+use crate::actors::{EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
+use crate::config::{Config, Overrides, ServerConfig};
+use crate::formats::scratch::Scratch;
+use crate::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
+use crate::text::Tokenizer;
+use actix::{Actor, Context, Handler};
+use actix_web::rt::{net::TcpStream, spawn, task, task::JoinHandle, time::timeout};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const COMPLETIONS: &str = "/v1/completions";
+/// The test tokenizer's token that opens a text; the ids below are the bytes.
+const BOS: u32 = 256;
+
+/// An intake that passes requests on to the test, or refuses them all.
+struct Door {
+    calls: UnboundedSender<(Request, EventSender)>,
+    refusal: Option<RequestError>,
+}
+
+impl Actor for Door {
+    type Context = Context<Door>;
+}
+
+impl Handler<Submit> for Door {
+    type Result = Result<TokenStream, RequestError>;
+
+    fn handle(&mut self, Submit(request): Submit, _: &mut Self::Context) -> Self::Result {
+        if let Some(refusal) = &self.refusal {
+            return Err(refusal.clone());
+        }
+        let (events, stream) = channel();
+        self.calls.send((request, events)).expect("the test listens");
+        Ok(stream)
+    }
+}
+
+/// A server in its test.
+struct House {
+    address: SocketAddr,
+    calls: UnboundedReceiver<(Request, EventSender)>,
+    status: Arc<Status>,
+    stops: UnboundedSender<()>,
+    ending: JoinHandle<anyhow::Result<Ending>>,
+}
+
+impl House {
+    fn open() -> House {
+        House::with(None, |_| {})
+    }
+
+    fn with(refusal: Option<RequestError>, configure: impl FnOnce(&mut ServerConfig)) -> House {
+        House::draining(refusal, configure, DEADLINE)
+    }
+
+    fn draining(
+        refusal: Option<RequestError>,
+        configure: impl FnOnce(&mut ServerConfig),
+        drain_timeout: Duration,
+    ) -> House {
+        let mut config = Config::load(None, Overrides::default()).unwrap().server;
+        config.port = 0;
+        config.workers = 1;
+        configure(&mut config);
+        let (calls, receiver) = unbounded_channel();
+        let status = Arc::new(Status::default());
+        let parts = ServeParts {
+            intake: IntakeHandle(Door { calls, refusal }.start().recipient()),
+            status: status.clone(),
+            tokenizer: Arc::new(tokenizer()),
+            model: ModelInfo { name: "tiny".into(), context: 64, vocab: 257, eos: vec![], created: 1 },
+        };
+        let server = Server::bind(parts, config).unwrap();
+        let address = server.address();
+        let (stops, stopped) = unbounded_channel();
+        let ending = spawn(server.run(stopped, drain_timeout));
+        House { address, calls: receiver, status, stops, ending }
+    }
+
+    /// The next request that came through the door.
+    async fn call(&mut self) -> (Request, EventSender) {
+        timeout(DEADLINE, self.calls.recv()).await.expect("a request comes in").expect("the door is there")
+    }
+
+    async fn get(&self, path: &str) -> Response {
+        Client::send(self.address, "GET", path, "", "").await.response().await
+    }
+
+    async fn post(&self, body: &str) -> Response {
+        self.begin(body).await.response().await
+    }
+
+    async fn begin(&self, body: &str) -> Client {
+        Client::send(self.address, "POST", COMPLETIONS, "", body).await
+    }
+
+    /// Posts `body` while the engine plays `events`, and gives the answer.
+    async fn play(&mut self, body: Value, events: Vec<TokenEvent>) -> (Request, Response) {
+        let client = self.begin(&body.to_string()).await;
+        let (request, sender) = self.call().await;
+        events.into_iter().for_each(|event| sender.send(event));
+        drop(sender);
+        (request, client.response().await)
+    }
+
+    async fn ending(self) -> Ending {
+        timeout(DEADLINE, self.ending).await.expect("the server ends").unwrap().unwrap()
+    }
+
+    async fn close(self) {
+        self.stops.send(()).unwrap();
+        assert_eq!(self.ending().await, Ending::Drained);
+    }
+}
+
+/// A connection with a request on its way.
+struct Client {
+    stream: TcpStream,
+    read: Vec<u8>,
+}
+
+impl Client {
+    async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &str) -> Client {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n{headers}");
+        let text = format!("{head}Content-Length: {length}\r\n\r\n{body}");
+        let mut rest = text.as_bytes();
+        while !rest.is_empty() {
+            stream.writable().await.unwrap();
+            // A server that has answered already may take no more.
+            match stream.try_write(rest) {
+                Ok(written) => rest = &rest[written..],
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(_) => break,
+            }
+        }
+        Client { stream, read: Vec::new() }
+    }
+
+    /// Reads once; false at the end.
+    async fn read_on(&mut self) -> bool {
+        let mut buffer = [0; 4096];
+        loop {
+            timeout(DEADLINE, self.stream.readable()).await.expect("the server goes on").unwrap();
+            match self.stream.try_read(&mut buffer) {
+                Ok(0) => return false,
+                Ok(length) => {
+                    self.read.extend_from_slice(&buffer[..length]);
+                    return true;
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    async fn read_until(&mut self, needle: &str) {
+        while !String::from_utf8_lossy(&self.read).contains(needle) {
+            assert!(self.read_on().await, "no {needle} in {}", String::from_utf8_lossy(&self.read));
+        }
+    }
+
+    async fn response(mut self) -> Response {
+        while self.read_on().await {}
+        let end = self.read.windows(4).position(|four| four == b"\r\n\r\n").expect("there is a head");
+        let head = String::from_utf8(self.read[..end].to_vec()).unwrap().to_ascii_lowercase();
+        let raw = &self.read[end + 4..];
+        let body = if head.contains("transfer-encoding: chunked") { dechunked(raw) } else { raw.to_vec() };
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Response { status, head, body: String::from_utf8(body).expect("no half character ever leaves") }
+    }
+}
+
+fn dechunked(mut raw: &[u8]) -> Vec<u8> {
+    let mut body = Vec::new();
+    loop {
+        let line = raw.windows(2).position(|two| two == b"\r\n").expect("a chunk has a length");
+        let length = usize::from_str_radix(std::str::from_utf8(&raw[..line]).unwrap(), 16).unwrap();
+        let chunk = &raw[line + 2..];
+        if length == 0 {
+            return body;
+        }
+        std::str::from_utf8(&chunk[..length]).expect("each chunk is whole characters");
+        body.extend_from_slice(&chunk[..length]);
+        raw = &chunk[length + 2..];
+    }
+}
+
+struct Response {
+    status: u16,
+    /// In lower case.
+    head: String,
+    body: String,
+}
+
+impl Response {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        let lines = self.head.lines();
+        lines.filter_map(|line| line.split_once(": ")).find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+
+    /// The events of a stream that is over: only `data:` lines, the last of them `[DONE]`.
+    fn events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.body);
+        let frames = self.body.strip_suffix("\n\n").expect("the last event is closed").split("\n\n");
+        let mut data: Vec<_> =
+            frames.map(|frame| frame.strip_prefix("data: ").unwrap_or_else(|| panic!("{frame}"))).collect();
+        assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
+        data.into_iter().map(|json| serde_json::from_str(json).unwrap()).collect()
+    }
+
+    /// Checks that this is the error object, and gives its `code` and `param`.
+    fn error(&self) -> (String, Value) {
+        let error = &self.json()["error"];
+        let text = |key: &str| error[key].as_str().unwrap_or_else(|| panic!("no {key}: {error}")).to_string();
+        assert!(!text("message").is_empty() && text("type").ends_with("_error"), "{error}");
+        (text("code"), error["param"].clone())
+    }
+}
+
+/// Every byte is a token, and 256 opens a text.
+fn tokenizer() -> Tokenizer {
+    // Byte-level vocabularies write each byte as a printable character of its own.
+    let is_printable = |byte: &u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let mut others = 0x100..;
+    let letter = |byte: u32| char::from_u32(if is_printable(&byte) { byte } else { others.next().unwrap() });
+    let vocab: serde_json::Map<_, _> =
+        (0..256).map(letter).zip(0..).map(|(c, id)| (c.unwrap().into(), json!(id))).collect();
+    let byte_level =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
+    let added = json!([{ "id": BOS, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true }]);
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []
+        }
+    });
+    let config = json!({ "bos_token": "<s>", "add_bos_token": false });
+    let folder = Scratch::new();
+    folder.write("tokenizer.json", file.to_string().as_bytes());
+    folder.write("tokenizer_config.json", config.to_string().as_bytes());
+    Tokenizer::from_folder(folder.path()).unwrap()
+}
+
+/// Generated tokens, one for each byte of `text`, and the end.
+fn answer(text: &str) -> Vec<TokenEvent> {
+    let tokens = text.bytes().map(|byte| TokenEvent::Token(bare(byte.into())));
+    tokens.chain([TokenEvent::Finished(FinishReason::Length)]).collect()
+}
+
+fn bare(id: u32) -> Token {
+    Token { id, logprob: None, top: vec![] }
+}
+
+fn scored(id: u32, logprob: f32, top: &[(u32, f32)]) -> Token {
+    Token { id, logprob: Some(logprob), top: top.to_vec() }
+}
+
+/// Waits until something is so.
+async fn until(is_so: impl Fn() -> bool) {
+    let turns = async {
+        while !is_so() {
+            task::yield_now().await;
+        }
+    };
+    timeout(DEADLINE, turns).await.expect("it comes true in time");
+}
+
+/// Joins a field of every choice of a stream.
+fn joined(events: &[Value], list: impl Fn(&Value) -> &Value) -> Vec<Value> {
+    let lists = events.iter().map(|event| list(&event["choices"][0]));
+    lists.filter_map(Value::as_array).flatten().cloned().collect()
+}
+
+#[actix_web::test]
+async fn a_whole_answer_has_the_shape_of_the_api() {
+    let mut house = House::open();
+    let body = json!({ "model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0, "user": "me" });
+    let (request, response) = house.play(body, answer("xyz")).await;
+    assert_eq!(request.prompt[..], [97, 98]);
+    assert_eq!((request.max_tokens, request.ignore_eos, request.logprobs), (3, false, None));
+    let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
+    assert_eq!((temperature, top_k, top_p, min_p), (0.0, 0, 1.0, 0.0));
+
+    assert_eq!(response.status, 200);
+    assert_eq!(response.header("content-type"), Some("application/json"));
+    let mut json = response.json();
+    assert!(json["created"].take().as_u64() > Some(1_600_000_000));
+    assert_eq!(
+        json,
+        json!({
+            "id": format!("cmpl-{}", request.id), "object": "text_completion", "created": null, "model": "tiny",
+            "choices": [{ "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length" }],
+            "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 }
+        })
+    );
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn a_stream_has_the_shape_of_the_api() {
+    let mut house = House::open();
+    let body = json!({ "prompt": [1, 2], "stream": true, "stream_options": { "include_usage": true } });
+    let (request, response) = house.play(body, answer("hi")).await;
+    assert_eq!(request.prompt[..], [1, 2]);
+    assert_eq!(request.max_tokens, 16);
+    assert_eq!(response.header("content-type"), Some("text/event-stream; charset=utf-8"));
+    assert_eq!(response.header("cache-control"), Some("no-cache"));
+    assert_eq!(response.header("x-accel-buffering"), Some("no"));
+    let events = response.events();
+    let choice = |text: &str, reason: Value| json!([{ "index": 0, "text": text, "logprobs": null, "finish_reason": reason }]);
+    let choices: Vec<_> = events.iter().map(|event| event["choices"].clone()).collect();
+    let expected =
+        [choice("h", Value::Null), choice("i", Value::Null), choice("", json!("length")), json!([])];
+    assert_eq!(choices, expected);
+    let usage: Vec<_> = events.iter().map(|event| event.get("usage").cloned()).collect();
+    let last = json!({ "prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4 });
+    assert_eq!(usage, [None, None, None, Some(last)]);
+    for event in &events {
+        assert_eq!(event["id"], format!("cmpl-{}", request.id));
+        assert_eq!((&event["object"], &event["model"]), (&json!("text_completion"), &json!("tiny")));
+        assert_eq!(event["created"], events[0]["created"]);
+    }
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn half_characters_wait_for_their_other_half() {
+    let mut house = House::open();
+    // The last two bytes begin a character that never ends.
+    let mut events = answer("aé🦀b");
+    events.splice(events.len() - 1.., [0xe2, 0x82].map(|byte| TokenEvent::Token(bare(byte))));
+    events.push(TokenEvent::Finished(FinishReason::Stop));
+    let body = json!({ "prompt": "p", "stream": true, "return_token_ids": true });
+    let (_, response) = house.play(body, events).await;
+    let events = response.events();
+    let texts: Vec<_> = events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
+    assert_eq!(texts, ["a", "é", "🦀", "b", "\u{fffd}"]);
+    let counts = events.iter().map(|event| event["choices"][0]["token_ids"].as_array().unwrap().len());
+    assert_eq!(counts.collect::<Vec<_>>(), [1, 2, 4, 1, 2]);
+    assert_eq!(events[0]["choices"][0]["prompt_token_ids"], json!([b'p']));
+    assert_eq!(events[1]["choices"][0].get("prompt_token_ids"), None);
+    assert_eq!(events[4]["choices"][0]["finish_reason"], "stop");
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn echo_with_logprobs_places_every_token() {
+    let mut house = House::open();
+    let events = || {
+        vec![
+            TokenEvent::Prompt(vec![bare(BOS), scored(0xc3, -1.0, &[(0xc3, -1.0)])]),
+            TokenEvent::Prompt(vec![scored(0xa9, -0.5, &[(97, -0.25)]), scored(98, f32::NEG_INFINITY, &[])]),
+            TokenEvent::Token(scored(99, -2.0, &[(100, -1.5), (99, -2.0)])),
+            TokenEvent::Finished(FinishReason::Length),
+        ]
+    };
+    let body = |stream: bool| {
+        let prompt = json!([BOS, 0xc3, 0xa9, 98]);
+        json!({ "prompt": prompt, "echo": true, "logprobs": 2, "max_tokens": 1, "stream": stream, "return_token_ids": true })
+    };
+    let (request, response) = house.play(body(false), events()).await;
+    assert!(request.prompt_logprobs);
+    assert_eq!(request.logprobs, Some(2));
+    let choice = &response.json()["choices"][0];
+    assert_eq!(choice["text"], "ébc");
+    let expected = json!({
+        "tokens": ["<s>", "\u{fffd}", "\u{fffd}", "b", "c"],
+        "token_logprobs": [null, -1.0, -0.5, -9999.0, -2.0],
+        "top_logprobs": [
+            null, { "\u{fffd}": -1.0 }, { "a": -0.25, "\u{fffd}": -0.5 }, { "b": -9999.0 }, { "d": -1.5, "c": -2.0 }
+        ],
+        "text_offset": [0, 0, 0, 1, 2]
+    });
+    assert_eq!(choice["logprobs"], expected);
+    assert_eq!(choice["token_ids"], json!([99]));
+    assert_eq!(choice["prompt_token_ids"], json!([BOS, 0xc3, 0xa9, 98]));
+
+    // The stream's chunks, put together, say the same.
+    let (_, response) = house.play(body(true), events()).await;
+    let chunks = response.events();
+    let text: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
+    assert_eq!(text, "ébc");
+    for (list, values) in expected.as_object().unwrap() {
+        assert_eq!(
+            joined(&chunks, |choice| &choice["logprobs"][list]),
+            *values.as_array().unwrap(),
+            "{list}"
+        );
+    }
+    assert_eq!(joined(&chunks, |choice| &choice["token_ids"]), [json!(99)]);
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn echo_alone_repeats_the_prompt_and_needs_no_answer() {
+    let mut house = House::open();
+    let body = json!({ "prompt": "héllo", "echo": true, "max_tokens": 0 });
+    let (request, response) = house.play(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
+    assert_eq!((request.max_tokens, request.prompt_logprobs), (0, false));
+    assert_eq!(response.json()["choices"][0]["text"], "héllo");
+    assert_eq!(response.json()["usage"]["completion_tokens"], 0);
+    let (_, response) =
+        house.play(json!({ "prompt": "hé", "echo": true, "stream": true }), answer("y")).await;
+    let texts: Vec<_> = response.events().iter().map(|event| event["choices"][0]["text"].clone()).collect();
+    assert_eq!(texts, ["hé", "y", ""]);
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn logprobs_zero_is_the_token_alone() {
+    let mut house = House::open();
+    let events = vec![TokenEvent::Token(scored(97, -0.5, &[])), TokenEvent::Finished(FinishReason::Stop)];
+    let (_, response) = house.play(json!({ "prompt": "p", "logprobs": 0 }), events).await;
+    assert_eq!(response.json()["choices"][0]["logprobs"]["top_logprobs"], json!([{ "a": -0.5 }]));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn an_empty_prompt_is_the_token_that_opens_a_text() {
+    let mut house = House::open();
+    for prompt in [json!(""), json!([]), json!([""]), json!([[]])] {
+        let (request, response) = house.play(json!({ "prompt": prompt }), answer("x")).await;
+        assert_eq!((response.status, &request.prompt[..]), (200, &[BOS][..]), "{prompt}");
+    }
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn a_long_text_is_tokenised_like_a_short_one() {
+    let mut house = House::open();
+    let text = "long ".repeat(4000);
+    let (request, _) = house.play(json!({ "prompt": [text] }), answer("x")).await;
+    assert!(request.prompt.iter().copied().eq(text.bytes().map(u32::from)));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn seeds_are_the_clients_or_all_different() {
+    let mut house = House::open();
+    let seeds = [json!(7), json!(-1), json!(u64::MAX), json!(null), json!(null)];
+    let mut got = Vec::new();
+    for seed in seeds {
+        let (request, _) = house.play(json!({ "prompt": "p", "seed": seed, "top_k": -1 }), answer("x")).await;
+        assert_eq!(request.sampling.top_k, 0);
+        got.push(request.sampling.seed);
+    }
+    assert_eq!(got[..3], [7, u64::MAX, u64::MAX]);
+    assert_ne!(got[3], got[4]);
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn every_refusal_has_its_status_and_object() {
+    let busy = RequestError::Busy { waiting: 4, limit: 4 };
+    let too_long = RequestError::TooLong { prompt_tokens: 60, max_tokens: 10, context: 64 };
+    let invalid = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
+    for (refusal, status, code, param, retry) in [
+        (invalid, 400, "invalid_value", json!("top_p"), None),
+        (too_long, 400, "context_length_exceeded", json!("max_tokens"), None),
+        (RequestError::TooLarge { needed: 9, pages: 8 }, 400, "kv_cache_exceeded", json!("max_tokens"), None),
+        (busy, 429, "server_busy", Value::Null, Some("3")),
+        (RequestError::Draining, 503, "shutting_down", Value::Null, Some("3")),
+        (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
+    ] {
+        let message = refusal.to_string();
+        let house = House::with(Some(refusal), |config| config.retry_after = Duration::from_secs(3));
+        let response = house.post(r#"{"prompt": "p", "stream": true}"#).await;
+        assert_eq!(response.status, status, "{message}");
+        assert_eq!(response.error(), (code.to_string(), param));
+        assert_eq!(response.json()["error"]["message"], message);
+        assert_eq!(response.header("retry-after"), retry, "{message}");
+        house.close().await;
+    }
+}
+
+#[actix_web::test]
+async fn wrong_bodies_are_told_by_parameter() {
+    let house = House::open();
+    let ids = "token id 257 is not in the vocabulary of 257";
+    for (body, code, param, part) in [
+        ("{", "malformed_body", Value::Null, "JSON"),
+        ("[1]", "malformed_body", Value::Null, "no JSON object"),
+        ("{}", "invalid_value", json!("prompt"), "missing"),
+        (r#"{"prompt": 5}"#, "invalid_value", json!("prompt"), "not 5"),
+        (r#"{"prompt": ["a", "b"]}"#, "invalid_value", json!("prompt"), "several prompts"),
+        (r#"{"prompt": [[1], [2]]}"#, "invalid_value", json!("prompt"), "several prompts"),
+        (r#"{"prompt": [1, "b"]}"#, "invalid_value", json!("prompt"), "\"b\" where a token id"),
+        (r#"{"prompt": [1, -2]}"#, "invalid_value", json!("prompt"), "-2 where a token id"),
+        (r#"{"prompt": [1, 257]}"#, "invalid_value", json!("prompt"), ids),
+        (r#"{"prompt": "p", "max_tokens": "9"}"#, "invalid_value", json!("max_tokens"), "not \"9\""),
+        (r#"{"prompt": "p", "max_tokens": -1}"#, "invalid_value", json!("max_tokens"), "not -1"),
+        (r#"{"prompt": "p", "max_tokens": 0}"#, "invalid_value", json!("max_tokens"), "echo"),
+        (r#"{"prompt": "p", "temperature": "hot"}"#, "invalid_value", json!("temperature"), "a number"),
+        (r#"{"prompt": "p", "top_p": []}"#, "invalid_value", json!("top_p"), "a list"),
+        (r#"{"prompt": "p", "min_p": {}}"#, "invalid_value", json!("min_p"), "an object"),
+        (r#"{"prompt": "p", "top_k": 1.5}"#, "invalid_value", json!("top_k"), "whole"),
+        (r#"{"prompt": "p", "top_k": -2}"#, "invalid_value", json!("top_k"), "-2"),
+        (r#"{"prompt": "p", "seed": 1.5}"#, "invalid_value", json!("seed"), "whole"),
+        (r#"{"prompt": "p", "logprobs": 21}"#, "invalid_value", json!("logprobs"), "20"),
+        (r#"{"prompt": "p", "logprobs": true}"#, "invalid_value", json!("logprobs"), "true"),
+        (r#"{"prompt": "p", "echo": 1}"#, "invalid_value", json!("echo"), "true or false"),
+        (r#"{"prompt": "p", "stream": "yes"}"#, "invalid_value", json!("stream"), "true or false"),
+        (r#"{"prompt": "p", "ignore_eos": 0}"#, "invalid_value", json!("ignore_eos"), "true or false"),
+        (r#"{"prompt": "p", "model": 1}"#, "invalid_value", json!("model"), "a text"),
+        (r#"{"prompt": "p", "stream_options": {}}"#, "invalid_value", json!("stream_options"), "stream"),
+        (r#"{"prompt": "p", "model": "big"}"#, "model_not_found", json!("model"), "'big'"),
+        (r#"{"prompt": "p", "n": 2}"#, "unsupported_parameter", json!("n"), "'n' is not supported yet"),
+        (r#"{"prompt": "p", "best_of": 2}"#, "unsupported_parameter", json!("best_of"), "not supported"),
+        (r#"{"prompt": "p", "stop": "x"}"#, "unsupported_parameter", json!("stop"), "not supported"),
+        (r#"{"prompt": "p", "logit_bias": {"1": 1}}"#, "unsupported_parameter", json!("logit_bias"), "not"),
+        (r#"{"prompt": "p", "bogus": 1}"#, "unsupported_parameter", json!("bogus"), "no parameter 'bogus'"),
+    ] {
+        let response = house.post(body).await;
+        assert_eq!(response.status, if code == "model_not_found" { 404 } else { 400 }, "{body}");
+        assert_eq!(response.error(), (code.to_string(), param), "{body}");
+        let message = response.json()["error"]["message"].to_string().replace("\\\"", "\"");
+        assert!(message.contains(part), "{body}: {message}");
+    }
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn parameters_that_ask_for_nothing_are_taken() {
+    let mut house = House::open();
+    let body = json!({
+        "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,
+        "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null, "unheard_of": null
+    });
+    let (_, response) = house.play(body, answer("x")).await;
+    assert_eq!(response.status, 200, "{}", response.body);
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn wrong_paths_methods_and_sizes_have_error_objects() {
+    let house = House::with(None, |config| config.body_limit_bytes = 1024);
+    let nowhere = house.get("/v2/nothing").await;
+    assert_eq!((nowhere.status, nowhere.error().0.as_str()), (404, "not_found"));
+    let method = house.get(COMPLETIONS).await;
+    assert_eq!((method.status, method.error().0.as_str()), (405, "method_not_allowed"));
+    assert_eq!(method.header("allow"), Some("post"));
+    let large = house.post(&json!({ "prompt": "x".repeat(2000) }).to_string()).await;
+    assert_eq!((large.status, large.error().0.as_str()), (413, "body_too_large"));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn a_failure_amid_a_stream_is_an_event_before_the_end() {
+    let mut house = House::open();
+    let failed = TokenEvent::Failed(RequestError::DeviceFailed("smoke".into()));
+    let body = |stream: bool| {
+        let options = if stream { json!({ "include_usage": true }) } else { Value::Null };
+        json!({ "prompt": "p", "stream": stream, "stream_options": options })
+    };
+    let (_, response) = house.play(body(true), vec![TokenEvent::Token(bare(97)), failed.clone()]).await;
+    let events = response.events();
+    assert_eq!(events.len(), 2);
+    assert_eq!(events[0]["choices"][0]["text"], "a");
+    assert_eq!(events[1]["error"]["code"], "device_failed");
+    // Without a word from the engine it is a failure too, and a whole answer becomes a 500.
+    let (_, response) = house.play(body(true), vec![]).await;
+    assert_eq!(response.events()[0]["error"]["code"], "device_failed");
+    let (_, response) = house.play(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
+    assert_eq!((response.status, response.error().0.as_str()), (500, "device_failed"));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn a_client_that_hangs_up_drops_its_stream() {
+    let mut house = House::open();
+    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = house.call().await;
+    events.send(TokenEvent::Token(bare(97)));
+    client.read_until("\"text\":\"a\"").await;
+    assert!(!events.is_closed());
+    drop(client);
+    until(|| events.is_closed()).await;
+
+    let client = house.begin(r#"{"prompt": "p"}"#).await;
+    let (_, events) = house.call().await;
+    events.send(TokenEvent::Token(bare(97)));
+    assert!(!events.is_closed());
+    drop(client);
+    until(|| events.is_closed()).await;
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn a_silent_stream_sends_comments() {
+    let mut house = House::with(None, |config| config.stream_comment_interval = Duration::from_millis(5));
+    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = house.call().await;
+    client.read_until(": keep-alive\n\n").await;
+    events.send(TokenEvent::Token(bare(97)));
+    events.send(TokenEvent::Finished(FinishReason::Stop));
+    let response = client.response().await;
+    let data: Vec<_> =
+        response.body.split_inclusive("\n\n").filter(|frame| *frame != ": keep-alive\n\n").collect();
+    assert_eq!(data.len(), 3, "{}", response.body);
+    assert!(data[0].contains("\"text\":\"a\"") && data[2] == "data: [DONE]\n\n", "{data:?}");
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn request_ids_go_both_ways() {
+    let house = House::with(Some(RequestError::Draining), |_| {});
+    let id_for = async |header: String| {
+        let client = Client::send(house.address, "POST", COMPLETIONS, &header, r#"{"prompt": "p"}"#).await;
+        client.response().await.header("x-request-id").expect("there is always one").to_string()
+    };
+    assert_eq!(id_for("X-Request-Id: trace-1.b:2_c\r\n".into()).await, "trace-1.b:2_c");
+    assert_eq!(id_for("X-Request-Id: a b\"<c>\r\n".into()).await, "abc");
+    assert_eq!(id_for(format!("X-Request-Id: {}\r\n", "x".repeat(500))).await, "x".repeat(128));
+    let (first, second) = (id_for(String::new()).await, id_for("X-Request-Id: <>\r\n".into()).await);
+    assert_eq!((first.len(), second.len()), (32, 32));
+    assert_ne!(first, second);
+    assert_eq!(house.get("/nowhere").await.header("x-request-id").map(str::len), Some(32));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn the_server_tells_about_itself() {
+    let mut house = House::open();
+    let models = house.get("/v1/models").await.json();
+    assert_eq!(models["object"], "list");
+    let card =
+        json!({ "id": "tiny", "object": "model", "created": 1, "owned_by": "mainstem", "max_model_len": 64 });
+    assert_eq!(models["data"], json!([card]));
+    assert_eq!(house.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
+    house.play(json!({ "prompt": "p" }), answer("x")).await;
+    let metrics = house.get("/metrics").await;
+    assert!(metrics.header("content-type").unwrap().starts_with("text/plain"));
+    let answered = r#"mainstem_http_requests_total{method="POST",path="/v1/completions",status="200"}"#;
+    assert!(metrics.body.contains(answered), "{}", metrics.body);
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn health_follows_the_decode_loop() {
+    let house = House::with(None, |config| config.stalled_after = Duration::from_nanos(1));
+    let healthy = house.get("/health").await;
+    assert_eq!((healthy.status, healthy.json()), (200, json!({ "status": "ok" })));
+    house.status.running.store(1, Ordering::Relaxed);
+    let stalled = house.get("/health").await;
+    assert_eq!((stalled.status, stalled.json()), (503, json!({ "status": "stalled" })));
+    house.status.running.store(0, Ordering::Relaxed);
+    house.status.draining.store(true, Ordering::Relaxed);
+    let draining = house.get("/health").await;
+    assert_eq!((draining.status, draining.json()), (503, json!({ "status": "draining" })));
+    assert_eq!(draining.header("retry-after"), Some("1"));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn the_first_stop_lets_requests_finish_and_takes_no_new_ones() {
+    let mut house = House::open();
+    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = house.call().await;
+    events.send(TokenEvent::Token(bare(97)));
+    client.read_until("\"text\":\"a\"").await;
+    house.stops.send(()).unwrap();
+    until(|| house.status.is_draining()).await;
+    let refused = house.post(r#"{"prompt": "p"}"#).await;
+    assert_eq!((refused.status, refused.error().0.as_str()), (503, "shutting_down"));
+    assert!(refused.header("retry-after").is_some());
+    assert_eq!(house.get("/health").await.status, 503);
+    events.send(TokenEvent::Token(bare(98)));
+    events.send(TokenEvent::Finished(FinishReason::Stop));
+    assert_eq!(client.response().await.events().len(), 3);
+    assert_eq!(house.ending().await, Ending::Drained);
+}
+
+#[actix_web::test]
+async fn the_second_stop_and_the_end_of_time_cut_requests_off() {
+    let mut house = House::open();
+    let _client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = house.call().await;
+    house.stops.send(()).unwrap();
+    until(|| house.status.is_draining()).await;
+    house.stops.send(()).unwrap();
+    assert_eq!(house.ending().await, Ending::Cut);
+    until(|| events.is_closed()).await;
+
+    let mut house = House::draining(None, |_| {}, Duration::from_millis(1));
+    let _client = house.begin(r#"{"prompt": "p"}"#).await;
+    let (_, events) = house.call().await;
+    house.stops.send(()).unwrap();
+    assert_eq!(house.ending().await, Ending::TimedOut);
+    until(|| events.is_closed()).await;
+}
