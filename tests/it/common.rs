@@ -1,0 +1,149 @@
+//! What the tests share: fixtures, engines, and requests.
+
+use actix::Addr;
+use mainstem::actors::TokenStream;
+use mainstem::actors::device::Factory;
+use mainstem::actors::engine::{self, Engine, EngineSetup};
+use mainstem::actors::intake::{FreePermits, Intake};
+use mainstem::actors::kv::Held;
+use mainstem::cli::start;
+use mainstem::config::{Config, Overrides};
+use mainstem::model::ModelSource;
+use mainstem::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
+use mainstem::text::Tokenizer;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use toml::Value;
+
+/// Nothing a test waits for takes this long; whoever waits longer has found a hang.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A fixture's folder or file.
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// The default configuration for a model, small and exact: two threads, F32 cache, a few slots.
+pub fn config(model: &Path, settings: &[(&'static str, Value)]) -> Config {
+    let mut overrides = Overrides::default();
+    overrides.set("model.path", Some(model.display().to_string()));
+    overrides.set("server.port", Some(0));
+    overrides.set("kv.type", Some("f32"));
+    overrides.set("device.threads", Some(2));
+    overrides.set("scheduler.slots", Some(4));
+    for (key, value) in settings {
+        overrides.set(key, Some(value.clone()));
+    }
+    Config::load(None, overrides).expect("the test's settings are valid")
+}
+
+/// An engine for a fixture.
+pub async fn engine(model: &str, settings: &[(&'static str, Value)]) -> Engine {
+    start::engine(&config(&fixture(model), settings)).await.expect("the fixture loads")
+}
+
+/// An engine whose device is what `wrap` makes of the real one's factory.
+pub async fn engine_with(
+    model: &str,
+    settings: &[(&'static str, Value)],
+    wrap: impl FnOnce(Factory) -> Factory,
+) -> Engine {
+    let config = config(&fixture(model), settings);
+    let source = Arc::new(ModelSource::open(&config.model.path, None).expect("the fixture opens"));
+    let tokenizer = Arc::new(Tokenizer::from_folder(&source.path).expect("the fixture has a tokenizer"));
+    let setup = EngineSetup::new(&config, &source).expect("the settings fit the fixture");
+    let factory = start::factory(config.device.clone(), source, setup.kv, setup.limits);
+    engine::start(setup, tokenizer, wrap(factory)).await.expect("the engine starts")
+}
+
+/// A greedy request.
+pub fn greedy(prompt: &[u32], max_tokens: u32) -> Request {
+    Request {
+        id: "test".into(),
+        prompt: prompt.into(),
+        max_tokens,
+        ignore_eos: true,
+        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
+        logprobs: None,
+        prompt_logprobs: false,
+    }
+}
+
+/// A request that draws by chance, from `seed`.
+pub fn drawn(prompt: &[u32], max_tokens: u32, seed: u64) -> Request {
+    let sampling = Sampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.0, seed };
+    Request { sampling, ..greedy(prompt, max_tokens) }
+}
+
+/// Prompts of different lengths over a small vocabulary.
+pub fn prompt(number: usize, len: usize) -> Vec<u32> {
+    (0..len).map(|i| 3 + ((number * 31 + i * 7 + i * i) % 200) as u32).collect()
+}
+
+/// All that came of a request.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    pub prompt: Vec<Token>,
+    pub tokens: Vec<Token>,
+    pub end: Option<Result<FinishReason, RequestError>>,
+}
+
+impl Outcome {
+    pub fn ids(&self) -> Vec<u32> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+}
+
+/// Reads a stream to its end, and checks that the end is the end.
+pub async fn outcome(mut stream: TokenStream) -> Outcome {
+    let mut outcome = Outcome::default();
+    while let Some(event) = within(stream.next()).await {
+        assert!(outcome.end.is_none(), "nothing comes after the end, but {event:?} did");
+        match event {
+            TokenEvent::Prompt(tokens) => outcome.prompt = tokens,
+            TokenEvent::Token(token) => outcome.tokens.push(token),
+            TokenEvent::Finished(reason) => outcome.end = Some(Ok(reason)),
+            TokenEvent::Failed(error) => outcome.end = Some(Err(error)),
+        }
+    }
+    outcome
+}
+
+/// Submits a request and reads it to its end.
+pub async fn complete(engine: &Engine, request: Request) -> Outcome {
+    outcome(engine.intake.submit(request).await.expect("the request is taken in")).await
+}
+
+/// Submits all requests at once and reads them all.
+pub async fn complete_all(engine: &Engine, requests: impl IntoIterator<Item = Request>) -> Vec<Outcome> {
+    let mut streams = Vec::new();
+    for request in requests {
+        streams.push(engine.intake.submit(request).await.expect("the request is taken in"));
+    }
+    futures_util::future::join_all(streams.into_iter().map(outcome)).await
+}
+
+/// Waits until every slot, page and permit is at home. Fails when that never happens.
+pub async fn all_home(engine: &Engine, slots: usize) {
+    within(async {
+        loop {
+            let held = engine.actors.kv.send(Held).await.expect("kv answers");
+            if held == (0, 0) && free_permits(&engine.actors.intake).await == slots {
+                return;
+            }
+            // A turn of the scheduler's, not a sleep: the actors have mail to read.
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+}
+
+pub async fn free_permits(intake: &Addr<Intake>) -> usize {
+    intake.send(FreePermits).await.expect("intake answers")
+}
+
+/// The future's result, or a failed test when it hangs.
+pub async fn within<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(PATIENCE, future).await.expect("something hangs")
+}

@@ -1,0 +1,280 @@
+//! The program itself, over real TCP: started, asked, hung up on, told to stop.
+
+use crate::common::{PATIENCE, fixture};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+/// A running program.
+struct Server {
+    child: Child,
+    addr: String,
+    log: Mutex<Receiver<String>>,
+}
+
+impl Server {
+    fn start(model: &str, flags: &[&str]) -> Server {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_mainstem"))
+            .arg("serve")
+            .arg(fixture(model))
+            .args(["--port", "0", "--threads", "2", "--kv-type", "f32"])
+            .args(flags)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let stderr = child.stderr.take().expect("it is piped");
+        let (tx, log) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                let _ = tx.send(line);
+            }
+        });
+        let mut server = Server { child, addr: String::new(), log: Mutex::new(log) };
+        let line = server.line_with("listening on http://");
+        let (_, addr) = line.split_once("listening on http://").expect("it was looked for");
+        server.addr = addr.split_whitespace().next().expect("an address follows").to_owned();
+        server
+    }
+
+    /// The next line of the log that has `text` in it.
+    fn line_with(&self, text: &str) -> String {
+        let log = self.log.lock().expect("nobody panics with the log");
+        loop {
+            let line = log.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("no line with {text:?}"));
+            if line.contains(text) {
+                return line;
+            }
+        }
+    }
+
+    fn connect(&self, path: &str, body: Option<&Value>) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.addr).expect("the server accepts");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
+        let body = body.map(Value::to_string).unwrap_or_default();
+        let method = if body.is_empty() { "GET" } else { "POST" };
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            self.addr,
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).expect("the request is sent");
+        stream.write_all(body.as_bytes()).expect("the request is sent");
+        stream
+    }
+
+    fn ask(&self, path: &str, body: Option<&Value>) -> (u16, String) {
+        let mut answer = Vec::new();
+        self.connect(path, body).read_to_end(&mut answer).expect("the answer comes to its end");
+        split(&answer)
+    }
+
+    fn post(&self, body: Value) -> (u16, Value) {
+        let (status, text) = self.ask("/v1/completions", Some(&body));
+        (status, serde_json::from_str(&text).unwrap_or_else(|_| panic!("not JSON: {text}")))
+    }
+
+    fn stream(&self, body: &Value) -> Streamed {
+        let (status, text) = self.ask("/v1/completions", Some(body));
+        assert_eq!(status, 200, "{text}");
+        Streamed::parse(&text)
+    }
+
+    fn metric(&self, name: &str) -> f64 {
+        let (_, text) = self.ask("/metrics", None);
+        let line =
+            text.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
+        let line = line.unwrap_or_else(|| panic!("no metric {name}"));
+        line.rsplit(' ').next().expect("a value").parse().expect("a number")
+    }
+
+    /// Asks until the metric has that value.
+    fn wait_for(&self, name: &str, value: f64) {
+        let began = Instant::now();
+        while self.metric(name) != value {
+            assert!(began.elapsed() < PATIENCE, "{name} stays at {}", self.metric(name));
+        }
+    }
+
+    fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args(["-s", name, &self.child.id().to_string()]).status();
+        assert!(sent.expect("kill is there").success());
+    }
+
+    fn exit(&mut self) -> ExitStatus {
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("the child can be waited for") {
+                return status;
+            }
+            assert!(began.elapsed() < PATIENCE, "the program does not end");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Status and body of an answer; chunks are put together.
+fn split(answer: &[u8]) -> (u16, String) {
+    let text = String::from_utf8_lossy(answer);
+    let (head, body) = text.split_once("\r\n\r\n").expect("an HTTP answer");
+    let status = head.split(' ').nth(1).expect("a status").parse().expect("a number");
+    if !head.to_lowercase().contains("transfer-encoding: chunked") {
+        return (status, body.to_owned());
+    }
+    let mut rest = body;
+    let mut whole = String::new();
+    while let Some((size, after)) = rest.split_once("\r\n") {
+        let size = usize::from_str_radix(size, 16).expect("a chunk's size");
+        whole.push_str(&after[..size]);
+        rest = &after[size + 2..];
+        if size == 0 {
+            break;
+        }
+    }
+    (status, whole)
+}
+
+/// A stream of completion chunks that came to its proper end.
+struct Streamed {
+    text: String,
+    ids: Vec<u64>,
+    finish: String,
+}
+
+impl Streamed {
+    fn parse(body: &str) -> Streamed {
+        let mut streamed = Streamed { text: String::new(), ids: Vec::new(), finish: String::new() };
+        let mut done = false;
+        for event in body.split("\n\n").filter(|event| !event.is_empty() && !event.starts_with(':')) {
+            assert!(!done, "nothing follows [DONE]");
+            let data = event.strip_prefix("data: ").unwrap_or_else(|| panic!("not an event: {event:?}"));
+            if data == "[DONE]" {
+                done = true;
+                continue;
+            }
+            let chunk: Value = serde_json::from_str(data).expect("a chunk is JSON");
+            let choice = &chunk["choices"][0];
+            streamed.text.push_str(choice["text"].as_str().expect("a chunk has text"));
+            streamed
+                .ids
+                .extend(choice["token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64));
+            if let Some(reason) = choice["finish_reason"].as_str() {
+                streamed.finish = reason.to_owned();
+            }
+        }
+        assert!(done, "a stream ends with [DONE]");
+        streamed
+    }
+}
+
+fn body(number: u64, stream: bool) -> Value {
+    let prompts = ["the rain", "in the main stem", "a", "every live request is a tributary"];
+    let mut body = json!({
+        "prompt": prompts[(number % 4) as usize],
+        "max_tokens": 5 + number % 40,
+        "temperature": if number.is_multiple_of(2) { 0.0 } else { 0.8 },
+        "seed": number,
+        "ignore_eos": true,
+        "return_token_ids": true,
+    });
+    if stream {
+        body["stream"] = true.into();
+    }
+    body
+}
+
+#[test]
+fn thirty_two_mixed_requests_at_once_get_what_each_gets_alone() {
+    let server = Server::start("gqa", &["--slots", "8", "--token-budget", "32"]);
+    let alone: Vec<Streamed> = (0..32).map(|n| server.stream(&body(n, true))).collect();
+    std::thread::scope(|scope| {
+        let (server, alone) = (&server, &alone);
+        for number in 0..32u64 {
+            scope.spawn(move || {
+                let expected = &alone[number as usize];
+                if number % 3 == 0 {
+                    let (status, answer) = server.post(body(number, false));
+                    assert_eq!((status, answer["choices"][0]["text"].as_str()), (200, Some(&*expected.text)));
+                    assert_eq!(answer["usage"]["completion_tokens"], 5 + number % 40);
+                } else {
+                    let streamed = server.stream(&body(number, true));
+                    assert_eq!((&streamed.text, &streamed.ids), (&expected.text, &expected.ids), "{number}");
+                    assert_eq!(streamed.ids.len() as u64, 5 + number % 40);
+                    assert_eq!(streamed.finish, "length");
+                }
+            });
+        }
+    });
+    server.wait_for("mainstem_num_requests_running", 0.0);
+    server.wait_for("mainstem_kv_cache_usage_perc", 0.0);
+    assert_eq!(
+        server.metric("mainstem_generation_tokens_total"),
+        2.0 * (0..32).map(|n| 5 + n % 40).sum::<u64>() as f64
+    );
+}
+
+/// A client that leaves frees its slot, streaming or not; with one slot, the next request proves it.
+#[test]
+fn hanging_up_frees_the_slot() {
+    let server = Server::start("gqa", &["--slots", "1"]);
+    for stream in [true, false] {
+        let mut long = body(1, stream);
+        long["max_tokens"] = 100.into();
+        let mut client = server.connect("/v1/completions", Some(&long));
+        if stream {
+            let mut first = [0; 64];
+            client.read_exact(&mut first).expect("the stream begins");
+        }
+        drop(client);
+        let (status, _) = server.post(body(2, false));
+        assert_eq!(status, 200);
+        server.wait_for("mainstem_num_requests_running", 0.0);
+        server.wait_for("mainstem_slots_live", 0.0);
+        server.wait_for("mainstem_kv_cache_usage_perc", 0.0);
+    }
+}
+
+#[test]
+fn the_first_sigterm_drains_and_the_program_ends_well() {
+    let mut server = Server::start("gqa", &["--slots", "2"]);
+    let mut long = body(0, true);
+    long["max_tokens"] = 100.into();
+    let mut client = server.connect("/v1/completions", Some(&long));
+    let mut answer = vec![0; 64];
+    client.read_exact(&mut answer).expect("the stream begins");
+    server.signal("TERM");
+    client.read_to_end(&mut answer).expect("the stream comes to its end");
+    let (status, text) = split(&answer);
+    assert_eq!((status, Streamed::parse(&text).ids.len()), (200, 100));
+    assert!(server.exit().success());
+}
+
+#[test]
+fn errors_name_what_is_wrong() {
+    let server = Server::start("gqa", &[]);
+    let cases = [
+        (json!({"prompt": "a", "temperature": -1.0}), 400, "temperature"),
+        (json!({"prompt": "a", "max_tokens": 100_000}), 400, "100000"),
+        (json!({"prompt": [1, 99_999]}), 400, "99999"),
+        (json!({"prompt": "a", "no_such_thing": 1}), 400, "no_such_thing"),
+        (json!({"prompt": "a", "model": "another"}), 404, "another"),
+    ];
+    for (body, status, named) in cases {
+        let (got, answer) = server.post(body.clone());
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        assert!(got == status && message.contains(named), "{body}: {got} {answer}");
+    }
+    assert_eq!(server.ask("/health", None).0, 200);
+    let (status, models) = server.ask("/v1/models", None);
+    assert!(status == 200 && models.contains("\"gqa\""), "{models}");
+}

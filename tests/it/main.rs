@@ -1,0 +1,12 @@
+//! Integration tests: one binary, a module for each subject.
+
+mod common;
+
+mod cli;
+mod faults;
+mod http;
+mod load;
+mod oracle;
+mod policies;
+mod properties;
+mod scheduling;

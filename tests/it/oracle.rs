@@ -1,0 +1,178 @@
+//! The recorded answers of Hugging Face transformers (tests/oracle), through the whole engine: the same
+//! greedy tokens, and log-probabilities within 1e-3, on both backends.
+
+use crate::common::{all_home, complete_all, config, fixture, greedy};
+use mainstem::actors::Engine;
+use mainstem::cli::start;
+use mainstem::request::{FinishReason, Request};
+use serde::Deserialize;
+use std::path::Path;
+use toml::Value;
+
+const LOGPROB_TOLERANCE: f32 = 1e-3;
+
+#[derive(Deserialize)]
+struct Recorded {
+    eos_token_ids: Vec<u32>,
+    answers: Vec<Answer>,
+    #[serde(default)]
+    encodings: Vec<Encoding>,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    prompt: Vec<u32>,
+    prompt_logprobs: Vec<f32>,
+    ignore_eos: bool,
+    answer: Vec<u32>,
+    finish: String,
+    answer_logprobs: Vec<f32>,
+    top5_ids: Vec<Vec<u32>>,
+    top5_logprobs: Vec<Vec<f32>>,
+}
+
+#[derive(Deserialize)]
+struct Encoding {
+    text: String,
+    ids: Vec<u32>,
+}
+
+/// (model, answers) of every fixture.
+const FIXTURES: [(&str, &str); 16] = [
+    ("mha", "mha/answers.json"),
+    ("gqa", "gqa/answers.json"),
+    ("mqa", "mqa/answers.json"),
+    ("tied", "tied/answers.json"),
+    ("biased", "biased/answers.json"),
+    ("odd_head_dim", "odd_head_dim/answers.json"),
+    ("rope_linear", "rope_linear/answers.json"),
+    ("rope_llama3", "rope_llama3/answers.json"),
+    ("rope_parameters", "rope_parameters/answers.json"),
+    ("sharded", "sharded/answers.json"),
+    ("f16", "f16/answers.json"),
+    ("bf16", "bf16/answers.json"),
+    ("llama2c/v0.bin", "llama2c/answers.json"),
+    ("llama2c/v1.bin", "llama2c/answers.json"),
+    ("llama2c/v0_shared.bin", "llama2c/answers_shared.json"),
+    ("llama2c/v1_shared.bin", "llama2c/answers_shared.json"),
+];
+
+impl Answer {
+    /// llama2.c's own programs end at BOS; the recorded answers of its fixtures go on.
+    fn request(&self, model: &str) -> Request {
+        Request {
+            ignore_eos: self.ignore_eos || model.starts_with("llama2c"),
+            logprobs: Some(5),
+            prompt_logprobs: true,
+            ..greedy(&self.prompt, self.answer_len_asked())
+        }
+    }
+
+    /// One that stopped could have gone on.
+    fn answer_len_asked(&self) -> u32 {
+        self.answer.len() as u32 + u32::from(self.finish == "stop")
+    }
+}
+
+fn recorded(file: &str) -> Recorded {
+    let text = std::fs::read(fixture(file)).expect("the fixture's answers are there");
+    serde_json::from_slice(&text).expect("the fixture's answers are in their form")
+}
+
+async fn start(model: &Path, kind: &str) -> Engine {
+    let settings = [("device.kind", Value::from(kind)), ("scheduler.token_budget", Value::from(48))];
+    start::engine(&config(model, &settings)).await.expect("the fixture loads")
+}
+
+async fn check(model: &str, answers: &str, kind: &str) {
+    let recorded = recorded(answers);
+    let engine = start(&fixture(model), kind).await;
+    for id in &recorded.eos_token_ids {
+        assert!(engine.model.eos.contains(id), "{model}: {id} ends a sequence");
+    }
+    // All at once: the answers are in company, which must not matter.
+    let outcomes = complete_all(&engine, recorded.answers.iter().map(|answer| answer.request(model))).await;
+    for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
+        let what = format!("{model} on {kind}, prompt of {}", answer.prompt.len());
+        let (ids, reason) = match answer.finish.as_str() {
+            "stop" => (&answer.answer[..answer.answer.len() - 1], FinishReason::Stop),
+            _ => (&answer.answer[..], FinishReason::Length),
+        };
+        assert_eq!(outcome.end, Some(Ok(reason)), "{what}");
+        assert_eq!(outcome.ids(), ids, "{what}");
+        for (at, token) in outcome.tokens.iter().enumerate() {
+            close(token.logprob, answer.answer_logprobs[at], &format!("{what}, token {at}"));
+            assert_eq!(token.top[0].0, answer.top5_ids[at][0], "{what}, token {at}");
+            for ((_, ours), theirs) in token.top.iter().zip(&answer.top5_logprobs[at]) {
+                close(Some(*ours), *theirs, &format!("{what}, token {at}, most likely ones"));
+            }
+        }
+        assert_eq!(outcome.prompt.len(), answer.prompt.len(), "{what}");
+        assert_eq!(outcome.prompt[0].logprob, None, "{what}");
+        for (at, (token, expected)) in outcome.prompt[1..].iter().zip(&answer.prompt_logprobs).enumerate() {
+            assert_eq!(token.id, answer.prompt[at + 1], "{what}");
+            close(token.logprob, *expected, &format!("{what}, prompt token {}", at + 1));
+        }
+        assert_eq!(answer.prompt_logprobs.len(), answer.prompt.len() - 1, "{what}");
+    }
+    for Encoding { text, ids } in &recorded.encodings {
+        assert_eq!(
+            &engine.tokenizer.encode(text, true).expect("text can be encoded"),
+            ids,
+            "{model}: {text:?}"
+        );
+    }
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+fn close(ours: Option<f32>, theirs: f32, what: &str) {
+    let ours = ours.unwrap_or(f32::NAN);
+    assert!((ours - theirs).abs() <= LOGPROB_TOLERANCE, "{what}: {ours}, recorded {theirs}");
+}
+
+#[actix::test]
+async fn the_fast_backend_gives_the_recorded_answers() {
+    for (model, answers) in FIXTURES {
+        check(model, answers, "cpu").await;
+    }
+}
+
+#[actix::test]
+async fn the_reference_backend_gives_the_recorded_answers() {
+    for (model, answers) in FIXTURES {
+        check(model, answers, "reference").await;
+    }
+}
+
+/// The trained model that lies beside the checkout for those who have it: its recorded texts, by id.
+#[actix::test]
+async fn stories260k_gives_its_recorded_texts_where_it_is_at_hand() {
+    #[derive(Deserialize)]
+    struct Stories {
+        cases: Vec<Case>,
+    }
+    #[derive(Deserialize)]
+    struct Case {
+        prompt_ids: Vec<u32>,
+        new_ids: Vec<u32>,
+        top1_minus_top2_logit: Vec<f32>,
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/models/stories260K");
+    let Ok(text) = std::fs::read(folder.join("expected_greedy.json")) else {
+        eprintln!("skipped: no stories260K beside the checkout");
+        return;
+    };
+    let stories: Stories = serde_json::from_slice(&text).expect("the recorded texts are in their form");
+    for model in ["hf", "stories260K.bin"] {
+        let engine = start(&folder.join(model), "cpu").await;
+        let requests = stories.cases.iter().map(|case| greedy(&case.prompt_ids, case.new_ids.len() as u32));
+        for (case, outcome) in stories.cases.iter().zip(complete_all(&engine, requests).await) {
+            // Up to where the two best logits are so close that another order of summation may differ.
+            let sure = case.top1_minus_top2_logit.iter().position(|gap| *gap < 1e-3);
+            let sure = sure.unwrap_or(case.new_ids.len());
+            assert_eq!(outcome.ids()[..sure], case.new_ids[..sure], "{model}");
+        }
+        engine.stop();
+    }
+}

@@ -1,0 +1,42 @@
+//! The papers' baselines give the same tokens as the fused loop, only at another speed.
+
+use crate::common::{all_home, complete_all, drawn, engine, greedy, prompt};
+use mainstem::request::Request;
+use toml::Value;
+
+fn requests() -> Vec<Request> {
+    let greedy = (0..6).map(|i| greedy(&prompt(i, 3 + 11 * i), 5 + 4 * i as u32));
+    let drawn = (6..12).map(|i| drawn(&prompt(i, 2 + i), 20 - i as u32, 1000 + i as u64));
+    greedy.chain(drawn).collect()
+}
+
+async fn ids(settings: &[(&'static str, Value)]) -> Vec<Vec<u32>> {
+    let engine = engine("gqa", settings).await;
+    let outcomes = complete_all(&engine, requests()).await;
+    all_home(&engine, 4).await;
+    engine.stop();
+    outcomes.iter().map(|outcome| outcome.ids()).collect()
+}
+
+#[actix::test]
+async fn every_policy_gives_the_same_tokens_with_and_without_shuffle() {
+    let expected = ids(&[]).await;
+    assert!(expected.iter().zip(requests()).all(|(ids, request)| ids.len() == request.max_tokens as usize));
+    let policies: [&[(&'static str, Value)]; 3] = [
+        &[("scheduler.policy", Value::from("fused"))],
+        &[("scheduler.policy", Value::from("concurrent"))],
+        &[("scheduler.policy", Value::from("window")), ("scheduler.window", Value::from("20ms"))],
+    ];
+    for policy in policies {
+        for shuffle in ["on", "off"] {
+            for budget in [8, 512] {
+                let mut settings = vec![
+                    ("scheduler.shuffle", Value::from(shuffle)),
+                    ("scheduler.token_budget", Value::from(budget)),
+                ];
+                settings.extend(policy.iter().map(|(key, value)| (*key, value.clone())));
+                assert_eq!(ids(&settings).await, expected, "{settings:?}");
+            }
+        }
+    }
+}

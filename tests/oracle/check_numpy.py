@@ -1,0 +1,236 @@
+"""Recomputes every recorded answer with a plain numpy forward pass, written from the formulas, in float64.
+
+    python tests/oracle/check_numpy.py
+
+Needs numpy alone. It reads the files byte by byte itself, so it also checks what was written; and it shows that a wrong
+rotation would be noticed: with scaling left out, or pairs taken the other way, the answers must not agree.
+
+Invariant: no code is shared with the script that made the fixtures, nor with the library that gave the answers.
+"""
+
+import json
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+TOLERANCE = 1e-4
+NOTICED = 1e-2
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights by hub name, and what the forward pass needs besides them."""
+
+    weights: dict[str, np.ndarray]
+    layers: int
+    head_dim: int
+    eps: float
+    frequencies: np.ndarray  # radians per position, (head_dim / 2,)
+    interleaved: bool = False
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        y = x @ self.weights[f"{name}.weight"].T
+        return y + self.weights.get(f"{name}.bias", 0.0)
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.weights[f"{name}.weight"]
+
+
+def forward(model: Model, ids: list[int]) -> np.ndarray:
+    """(len(ids), vocab) log-probabilities of the next token after each position."""
+    x = model.weights["model.embed_tokens.weight"][ids]
+    for i in range(model.layers):
+        layer = f"model.layers.{i}"
+        x = x + attention(model, f"{layer}.self_attn", model.norm(f"{layer}.input_layernorm", x))
+        x = x + mlp(model, f"{layer}.mlp", model.norm(f"{layer}.post_attention_layernorm", x))
+    logits = model.norm("model.norm", x) @ model.weights["lm_head.weight"].T
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def attention(model: Model, name: str, x: np.ndarray) -> np.ndarray:
+    """Causal attention of all heads; each group of query heads shares a head of k and v."""
+    n = len(x)
+    # (heads, n, head_dim) each
+    q, k, v = (
+        model.linear(f"{name}.{p}_proj", x).reshape(n, -1, model.head_dim).swapaxes(0, 1) for p in "qkv"
+    )
+    q, k = rotate(model, q), rotate(model, k)
+    group = len(q) // len(k)
+    k, v = np.repeat(k, group, axis=0), np.repeat(v, group, axis=0)
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(model.head_dim)
+    scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return model.linear(f"{name}.o_proj", (weights @ v).swapaxes(0, 1).reshape(n, -1))
+
+
+def rotate(model: Model, x: np.ndarray) -> np.ndarray:
+    """Turns pair j of every head by position * frequency j: (j, j + d/2), or (2j, 2j + 1) where interleaved."""
+    angles = np.arange(x.shape[1])[:, None] * model.frequencies
+    turn = np.exp(1j * angles)
+    half = model.head_dim // 2
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2)) if model.interleaved else (slice(half), slice(half, None))
+    )
+    turned = (x[..., first] + 1j * x[..., second]) * turn
+    out = np.empty_like(x)
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+def mlp(model: Model, name: str, x: np.ndarray) -> np.ndarray:
+    gate = model.linear(f"{name}.gate_proj", x)
+    return model.linear(
+        f"{name}.down_proj", gate / (1.0 + np.exp(-gate)) * model.linear(f"{name}.up_proj", x)
+    )
+
+
+def base_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    return theta ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+def scaled(frequencies: np.ndarray, rope: dict) -> np.ndarray:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    assert kind == "llama3", kind
+    # How often a pair turns over the original context: below low_freq_factor it is slowed by the factor, above
+    # high_freq_factor it is kept, and in between the two are mixed.
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    assert 0 in kept and 1 in kept and np.any((kept > 0) & (kept < 1)), (
+        "a fixture should have pairs in all three bands"
+    )
+    return kept * frequencies + (1 - kept) * frequencies / rope["factor"]
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    data = path.read_bytes()
+    (header_len,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + header_len])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, end = (8 + header_len + offset for offset in entry["data_offsets"])
+        tensors[name] = numbers(data[start:end], entry["dtype"]).reshape(entry["shape"])
+    return tensors
+
+
+def numbers(data: bytes, dtype: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float64)
+
+
+def read_folder(folder: Path) -> tuple[Model, Model | None]:
+    """The model, and the same without rotary scaling where there is some."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= read_safetensors(path)
+    assert ("lm_head.weight" in weights) != config["tie_word_embeddings"]
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    plain = base_frequencies(head_dim, theta)
+    model = Model(weights, config["num_hidden_layers"], head_dim, config["rms_norm_eps"], scaled(plain, rope))
+    return model, replace(model, frequencies=plain) if "factor" in rope else None
+
+
+def read_llama2c(path: Path) -> Model:
+    data = path.read_bytes()
+    if data[:4] == b"24ka":
+        version, dim, ffn, layers, heads, kv_heads, vocab, positions, shared = struct.unpack_from(
+            "<8iB", data, 4
+        )
+        assert version == 1
+        start, order = 256, "norm1 norm2 final embedding q k v o gate down up"
+    else:
+        dim, ffn, layers, heads, kv_heads, vocab, positions = struct.unpack_from("<7i", data)
+        shared, vocab = vocab > 0, abs(vocab)
+        start, order = 28, "embedding norm1 q k v o norm2 gate down up final tables"
+    head_dim, kv = dim // heads, kv_heads * (dim // heads)
+    shapes = {
+        "norm1": (layers, dim), "norm2": (layers, dim), "final": (dim,), "embedding": (vocab, dim),
+        "q": (layers, dim, dim), "k": (layers, kv, dim), "v": (layers, kv, dim), "o": (layers, dim, dim),
+        "gate": (layers, ffn, dim), "down": (layers, dim, ffn), "up": (layers, ffn, dim),
+        "tables": (2, positions, head_dim // 2), "classifier": (vocab, dim),
+    }  # fmt: skip
+    values, parts = np.frombuffer(data, "<f4", offset=start).astype(np.float64), {}
+    for name in order.split() + ["classifier"] * (not shared):
+        count = int(np.prod(shapes[name]))
+        parts[name], values = values[:count].reshape(shapes[name]), values[count:]
+    assert len(values) == 0, f"{path}: {len(values)} numbers left over"
+    frequencies = base_frequencies(head_dim, 10000.0)
+    return Model(hub_names(parts, layers), layers, head_dim, 1e-5, frequencies, interleaved=True)
+
+
+def hub_names(parts: dict[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
+    names = {
+        "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+        "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj", "down": "mlp.down_proj", "up": "mlp.up_proj",
+    }  # fmt: skip
+    weights = {
+        f"model.layers.{i}.{hub}.weight": parts[part][i] for part, hub in names.items() for i in range(layers)
+    }
+    weights["model.norm.weight"] = parts["final"]
+    weights["model.embed_tokens.weight"] = parts["embedding"]
+    weights["lm_head.weight"] = parts.get("classifier", parts["embedding"])
+    return weights
+
+
+def worst_difference(model: Model, answers_file: Path) -> float:
+    """The largest difference of any recorded log-probability. Also asserts that recorded lists fit each other."""
+    worst = 0.0
+    content = json.loads(answers_file.read_text())
+    for entry in content["answers"]:
+        prompt, answer = entry["prompt"], entry["answer"]
+        ids = prompt + answer
+        table = forward(model, ids)[:-1]
+        recorded = np.array(entry["prompt_logprobs"] + entry["answer_logprobs"])
+        worst = max(worst, np.abs(table[np.arange(len(ids) - 1), ids[1:]] - recorded).max())
+        steps = table[len(prompt) - 1 :]
+        top = np.take_along_axis(steps, np.array(entry["top5_ids"]), axis=1)
+        worst = max(worst, np.abs(top - np.array(entry["top5_logprobs"])).max())
+        assert [row[0] for row in entry["top5_ids"]] == answer
+        assert (entry["finish"] == "stop") == (
+            answer[-1] in content["eos_token_ids"] and not entry["ignore_eos"]
+        )
+    return worst
+
+
+def check(name: str, model: Model, wrong: Model | None, answers_file: Path):
+    worst = worst_difference(model, answers_file)
+    line = f"{name:18} worst difference {worst:.1e}"
+    assert worst < TOLERANCE, line
+    if wrong:
+        noticed = worst_difference(wrong, answers_file)
+        line += f", with a wrong rotation {noticed:.1e}"
+        assert noticed > NOTICED, line
+    print(line)
+
+
+def main():
+    folders = sorted(
+        path.parent for path in FIXTURES.glob("*/config.json") if (path.parent / "answers.json").exists()
+    )
+    assert folders, f"no fixtures in {FIXTURES}"
+    for folder in folders:
+        check(folder.name, *read_folder(folder), folder / "answers.json")
+    for path in sorted((FIXTURES / "llama2c").glob("v*.bin")):
+        model = read_llama2c(path)
+        answers_file = path.parent / f"answers{path.stem[2:]}.json"
+        check(f"llama2c/{path.stem}", model, replace(model, interleaved=False), answers_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Writes llama2.c's files: model .bin versions 0 and 1 (float32), and tokenizer.bin.
+
+Invariant: rows of q and k are in interleaved order (each rotated pair adjacent), as that program expects; the model
+given has them in halves.
+"""
+
+import string
+import struct
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = 0x616B3432  # "ak42"
+V1_HEADER_BYTES = 256
+
+
+def write_v0(path: Path, model):
+    """28-byte header; a negative vocabulary size says that a classifier follows at the end."""
+    c, weights = model.config, Weights(model)
+    vocab = c.vocab_size if c.tie_word_embeddings else -c.vocab_size
+    with path.open("wb") as file:
+        file.write(header(c, vocab))
+        weights.embedding().tofile(file)
+        for name in ("norm1", "q", "k", "v", "o", "norm2", "gate", "down", "up"):
+            weights.write_layers(file, name)
+        weights.final_norm().tofile(file)
+        for table in rotation_tables(c):
+            table.tofile(file)
+        if not c.tie_word_embeddings:
+            weights.classifier().tofile(file)
+
+
+def write_v1(path: Path, model):
+    """256-byte header with magic, version and a flag for the shared classifier; norms first."""
+    c, weights = model.config, Weights(model)
+    with path.open("wb") as file:
+        start = (
+            struct.pack("<Ii", MAGIC, 1) + header(c, c.vocab_size) + struct.pack("<B", c.tie_word_embeddings)
+        )
+        file.write(start.ljust(V1_HEADER_BYTES, b"\0"))
+        weights.write_layers(file, "norm1")
+        weights.write_layers(file, "norm2")
+        weights.final_norm().tofile(file)
+        weights.embedding().tofile(file)
+        for name in ("q", "k", "v", "o", "gate", "down", "up"):
+            weights.write_layers(file, name)
+        if not c.tie_word_embeddings:
+            weights.classifier().tofile(file)
+
+
+def header(c, vocab: int) -> bytes:
+    sizes = (
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_hidden_layers,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+    )
+    return struct.pack("<7i", *sizes, vocab, c.max_position_embeddings)
+
+
+def rotation_tables(c) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, (positions, head_dim / 2); readers recompute and skip them."""
+    frequencies = c.rope_parameters["rope_theta"] ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    angles = np.outer(np.arange(c.max_position_embeddings), frequencies)
+    return np.cos(angles).astype("<f4"), np.sin(angles).astype("<f4")
+
+
+def interleave(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of each head from halves (0, 1, .. | d/2, ..) to pairs (0, d/2, 1, d/2 + 1, ..)."""
+    return rows.reshape(-1, 2, head_dim // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+class Weights:
+    """A transformers Llama's tensors under the names of the file format."""
+
+    LAYER_NAMES = {
+        "norm1": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "norm2": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "down": "mlp.down_proj",
+        "up": "mlp.up_proj",
+    }
+
+    def __init__(self, model):
+        self.config = model.config
+        self.state = {name: tensor.numpy().astype("<f4") for name, tensor in model.state_dict().items()}
+
+    def embedding(self) -> np.ndarray:
+        return self.state["model.embed_tokens.weight"]
+
+    def final_norm(self) -> np.ndarray:
+        return self.state["model.norm.weight"]
+
+    def classifier(self) -> np.ndarray:
+        return self.state["lm_head.weight"]
+
+    def write_layers(self, file, name: str):
+        for i in range(self.config.num_hidden_layers):
+            tensor = self.state[f"model.layers.{i}.{self.LAYER_NAMES[name]}.weight"]
+            if name in ("q", "k"):
+                tensor = interleave(tensor, self.config.head_dim)
+            tensor.tofile(file)
+
+
+def write_tokenizer(path: Path, size: int):
+    """Special tokens, the bytes as <0xNN>, merged pieces from the best score down, then single characters."""
+    tokens = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{b:02X}>" for b in range(256))]
+    characters = [" ", *string.ascii_lowercase]
+    merged = [" t", "he", "in", " the", "er", "an", "re", "on", " a", "th", "at", "en", "or", " in", "st"]
+    pieces = [*merged, *characters]
+    assert len(tokens) + len(pieces) == size, f"the pieces make {len(tokens) + len(pieces)} tokens"
+    scores = [0.0] * len(tokens) + [-float(rank) for rank in range(len(pieces))]
+    spellings = [piece.encode() for piece in [*tokens, *pieces]]
+    with path.open("wb") as file:
+        file.write(struct.pack("<i", max(map(len, spellings))))
+        for spelling, score in zip(spellings, scores, strict=True):
+            file.write(struct.pack("<fi", score, len(spelling)) + spelling)
