@@ -31,6 +31,8 @@ pub struct Config {
 pub struct ModelConfig {
     /// A folder or a file.
     pub path: PathBuf,
+    /// Specification to read it by; `None` is the folder's own, else the shipped one for its type.
+    pub spec: Option<PathBuf>,
     /// The name in the API; empty is the model's own.
     pub served_name: String,
 }
@@ -256,6 +258,7 @@ impl Layers {
     fn model(&self) -> Result<ModelConfig, ConfigError> {
         Ok(ModelConfig {
             path: self.get("model.path", text)?.into(),
+            spec: Some(self.get("model.spec", text)?).filter(|spec| !spec.is_empty()).map(PathBuf::from),
             served_name: self.get("model.served_name", text)?,
         })
     }
@@ -493,7 +496,7 @@ mod tests {
     fn the_commented_file_is_the_defaults() {
         let config = Config::load(None, Overrides::default()).unwrap();
         let expected = Config {
-            model: ModelConfig { path: "".into(), served_name: "".into() },
+            model: ModelConfig { path: "".into(), spec: None, served_name: "".into() },
             server: ServerConfig {
                 host: "127.0.0.1".into(),
                 port: 8080,
@@ -514,7 +517,7 @@ mod tests {
             },
             kv: KvConfig { ty: QuantType::F16, page_positions: 32, size: KvSize::Fitting, max_context: None },
             device: DeviceConfig { kind: DeviceKind::Cpu, threads: cores(), isa: Isa::Auto },
-            log: LogConfig { format: LogFormat::Text, level: "info".into() },
+            log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
         };
         assert_eq!(config, expected);
     }

@@ -6,6 +6,7 @@
 
 use crate::config::{LogConfig, LogFormat};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use std::io::IsTerminal;
 use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
 
@@ -305,7 +306,10 @@ fn install_recorder() -> PrometheusHandle {
 /// Starts the log, on standard error. Later calls change nothing.
 pub fn start_log(config: &LogConfig) {
     let filter = EnvFilter::new(&config.level);
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal());
     let _ = match config.format {
         LogFormat::Text => lines.try_init(),
         LogFormat::Json => lines.json().flatten_event(true).try_init(),

@@ -87,9 +87,12 @@ impl Handler<Rebuild> for Device {
     type Result = ();
 
     fn handle(&mut self, _: Rebuild, _: &mut Self::Context) {
+        if self.executor.is_some() {
+            return; // A step that came first has done it.
+        }
         match self.build() {
             Ok(_) => info!("the device is back"),
-            Err(fault) => error!("the device cannot be rebuilt: {fault:#}"),
+            Err(fault) => error!("the device cannot be rebuilt: {fault:#}; the next step will try again"),
         }
     }
 }
@@ -114,8 +117,11 @@ impl Device {
     }
 
     fn run(&mut self, step: &mut Step) -> Result<(), DeviceError> {
+        if self.executor.is_none() {
+            self.build().map_err(|fault| DeviceError::Fault(format!("{fault:#}")))?;
+        }
         let Some(executor) = &mut self.executor else {
-            return Err(DeviceError::Fault("it could not be rebuilt after an earlier fault".to_owned()));
+            unreachable!("it was just built, else this is a bug")
         };
         let (number, expected) = (step.batch.step, self.next_step.replace(step.batch.step + 1));
         let ran = catch_unwind(AssertUnwindSafe(|| {

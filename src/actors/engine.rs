@@ -75,7 +75,7 @@ impl EngineSetup {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
         let context = context(&config.kv, spec.context)?;
-        let limits = StepLimits {
+        let mut limits = StepLimits {
             slots: scheduler.slots,
             // Prompt tokens of one step, beside a window that may be full of decoding slots and holes.
             rows: scheduler.token_budget + scheduler.slots,
@@ -86,6 +86,8 @@ impl EngineSetup {
             vocab: spec.vocab,
         };
         let kv = kv_plan(&config.kv, &limits, source)?;
+        // No sequence outgrows the pool, and tables are made for the longest there can be.
+        limits.positions = context.min((kv.pages - 1) * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let name = match config.model.served_name.is_empty() {
             true => source.name(),
@@ -156,7 +158,7 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: A
     let door = IntakeLimits {
         slots,
         max_waiting,
-        context: limits.positions,
+        context: setup.model.context,
         vocab: limits.vocab,
         pages: pages - 1,
         page_positions: limits.page_positions,

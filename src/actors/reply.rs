@@ -79,8 +79,8 @@ impl ReplyStream {
         ReplyStream { events, detokenizer, unsent_prompt, held: Vec::new(), chars: 0, measure }
     }
 
-    /// The next piece; after the one with `finish`, or an error, there is nothing more. A call that is dropped
-    /// before its answer has taken nothing.
+    /// The next piece; after the one with `finish`, or an error, there is nothing more. A call that is
+    /// dropped before its answer loses nothing.
     pub async fn next(&mut self) -> Option<Result<Piece, RequestError>> {
         if self.measure.is_over() {
             return None;

@@ -21,6 +21,9 @@ use tracing::info;
 pub struct ServeArgs {
     /// Folder with the model's files, or one file.
     model: Option<PathBuf>,
+    /// Specification file to read the model by, instead of the one that ships for its type.
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
     /// Configuration file (TOML); config/mainstem.toml shows every key.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -101,6 +104,7 @@ impl ServeArgs {
     fn overrides(self) -> Overrides {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model.map(|path| path.to_string_lossy().into_owned()));
+        flags.set("model.spec", self.spec.map(|path| path.to_string_lossy().into_owned()));
         flags.set("model.served_name", self.served_model_name);
         flags.set("server.host", self.host);
         flags.set("server.port", self.port.map(i64::from));
@@ -164,4 +168,64 @@ fn stop_signals() -> Result<UnboundedReceiver<()>> {
         }
     });
     Ok(receiver)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{DeviceKind, KvSize, LogFormat, Policy};
+    use clap::{CommandFactory, Parser};
+    use mainstem_kernels::QuantType;
+    use mainstem_kernels::cpu::Isa;
+    use std::time::Duration;
+
+    #[derive(Parser)]
+    struct Alone {
+        #[command(flatten)]
+        args: ServeArgs,
+    }
+
+    fn config_of(flags: &str) -> Result<Config, ConfigError> {
+        Alone::try_parse_from(["serve"].into_iter().chain(flags.split_whitespace())).unwrap().args.config()
+    }
+
+    #[test]
+    fn the_flags_are_well_formed() {
+        Alone::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_reaches_its_value() {
+        let config = config_of(
+            "some/model --served-model-name tiny --host 0.0.0.0 --port 81 --workers 3 --slots 4 \
+             --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
+             --drain-timeout 8s --kv-type bf16 --kv-size 99tokens --page-positions 64 \
+             --max-context 10 --device reference --threads 11 --isa portable --log-format json \
+             --log-level debug",
+        )
+        .unwrap();
+        assert_eq!(config.model.path, PathBuf::from("some/model"));
+        assert_eq!(config.model.served_name, "tiny");
+        assert_eq!(
+            (config.server.host.as_str(), config.server.port, config.server.workers),
+            ("0.0.0.0", 81, 3)
+        );
+        let scheduler = config.scheduler;
+        assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));
+        assert_eq!(scheduler.policy, Policy::Window { window: Duration::from_secs(7) });
+        assert_eq!((scheduler.shuffle, scheduler.drain_timeout), (false, Duration::from_secs(8)));
+        let kv = config.kv;
+        assert_eq!((kv.ty, kv.size, kv.page_positions), (QuantType::BF16, KvSize::Tokens(99), 64));
+        assert_eq!(kv.max_context, Some(10));
+        let device = config.device;
+        assert_eq!((device.kind, device.threads, device.isa), (DeviceKind::Reference, 11, Isa::Portable));
+        assert_eq!((config.log.format, config.log.level.as_str()), (LogFormat::Json, "debug"));
+    }
+
+    #[test]
+    fn a_model_must_be_named() {
+        let error = config_of("--port 1").unwrap_err();
+        assert_eq!(error.origin, Source::CommandLine);
+        assert!(error.message.contains("MODEL"));
+    }
 }

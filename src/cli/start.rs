@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// Opens the model, starts the actors, and loads the weights.
 pub async fn engine(config: &Config) -> Result<Engine> {
-    let source = Arc::new(ModelSource::open(&config.model.path, None)?);
+    let source = Arc::new(ModelSource::open(&config.model.path, config.model.spec.as_deref())?);
     let tokenizer = Arc::new(tokenizer(&source)?);
     let setup = EngineSetup::new(config, &source)?;
     let factory = factory(config.device.clone(), source, setup.kv, setup.limits);

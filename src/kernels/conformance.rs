@@ -434,8 +434,9 @@ pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     ];
     for (shift, page_positions) in PAGE_POSITIONS.into_iter().enumerate() {
         let (device, oracle) = &mut rigs(make, page_positions);
-        // Each page size takes a third of the shapes.
-        for case in head_cases().skip(shift).step_by(PAGE_POSITIONS.len()) {
+        // Each page size takes a third of the cases, of every type.
+        let third = head_cases().enumerate().filter(|(i, _)| (i + i / 3 + shift).is_multiple_of(3));
+        for (_, case) in third {
             let got = case.on(device, &turns, Book::scattered(page_positions));
             let want = case.on(oracle, &turns, Book::scattered(page_positions));
             case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);

@@ -193,7 +193,8 @@ impl SpecFile {
         let PositionTable::Rope { style } = self.position;
         let MlpTable::Gated { width, activation, bias } = self.mlp;
         let hidden = self.size.hidden.get(config)?;
-        let heads = positive("attention heads", self.attention.heads.get(config)?)?;
+        let heads = positive("number of heads", self.attention.heads.get(config)?)
+            .with_context(|| format!("{} describes an impossible model", config.file().display()))?;
         let kv_heads = optional(self.attention.kv_heads, config)?.unwrap_or(heads);
         let head_dim = optional(self.attention.head_dim, config)?.unwrap_or(hidden / heads);
         let spec = ModelSpec {
@@ -335,5 +336,74 @@ impl Lookup for bool {
 impl Lookup for String {
     fn lookup(config: &HubConfig, key: &str) -> Result<Option<String>> {
         Ok(config.opt_str(key)?.map(str::to_owned))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn config(extra: serde_json::Value) -> HubConfig {
+        let mut entries = json!({
+            "vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 100, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        });
+        let (serde_json::Value::Object(base), serde_json::Value::Object(extra)) = (&mut entries, extra)
+        else {
+            unreachable!("both are objects")
+        };
+        base.extend(extra);
+        HubConfig::from_entries(Path::new("config.json"), base.clone())
+    }
+
+    fn llama(extra: serde_json::Value) -> Result<ModelSpec> {
+        SpecFile::for_model_type("llama").unwrap().resolve(&config(extra))
+    }
+
+    #[test]
+    fn what_config_leaves_out_is_derived_or_has_its_default() {
+        let spec = llama(json!({})).unwrap();
+        assert_eq!((spec.attention.kv_heads, spec.attention.head_dim), (4, 12));
+        assert_eq!((spec.tied_head, spec.attention.bias, spec.mlp.bias), (false, false, false));
+        let spec =
+            llama(json!({"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": true})).unwrap();
+        assert_eq!((spec.kv_width(), spec.q_width(), spec.tied_head), (20, 40, true));
+    }
+
+    #[test]
+    fn impossible_numbers_are_refused_by_name() {
+        for (extra, named) in [
+            (json!({"num_key_value_heads": 3}), "3 KV heads"),
+            (json!({"num_attention_heads": 0}), "heads"),
+            (json!({"head_dim": 7}), "even"),
+            (json!({"hidden_size": null}), "hidden_size"),
+            (json!({"vocab_size": 1u64 << 60}), "vocab"),
+            (json!({"num_attention_heads": 1 << 20, "head_dim": 1 << 20}), "more than"),
+            (json!({"rms_norm_eps": 0.0}), "epsilon"),
+            (json!({"hidden_act": "gelu"}), "'gelu'"),
+        ] {
+            let error = format!("{:#}", llama(extra.clone()).unwrap_err());
+            assert!(error.contains(named) && error.contains("config.json"), "{extra}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_specification_names_its_wrong_key_and_line() {
+        let text = SHIPPED[0].1.replace("kv_heads = {", "kv_headz = {");
+        let error = format!("{:#}", SpecFile::parse("mine.toml", &text).unwrap_err());
+        assert!(
+            error.contains("mine.toml") && error.contains("kv_headz") && error.contains("line"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn ignored_names_stand_for_every_layer_and_nothing_else() {
+        let names = SpecFile::for_model_type("llama").unwrap().tensors;
+        assert!(names.is_ignored("model.layers.31.self_attn.rotary_emb.inv_freq"));
+        assert!(!names.is_ignored("model.layers.x.self_attn.rotary_emb.inv_freq"));
+        assert!(!names.is_ignored("model.layers..self_attn.rotary_emb.inv_freq"));
+        assert!(!names.is_ignored("model.layers.3.self_attn.q_proj.weight"));
     }
 }

@@ -1,4 +1,4 @@
-//! What happens around every request: its id, its count, its log line, and the headers that belong to a
+//! What happens around every request: its id, its count, its log line and the headers that belong to a
 //! status rather than to a handler.
 //!
 //! Invariant: every response has an `X-Request-Id`, and every 429 and 503 a `Retry-After`.
@@ -14,7 +14,7 @@ use actix_web::{Error, HttpMessage, web};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Instant;
-use tracing::info;
+use tracing::{debug, info};
 
 /// The header that carries a request's id both ways.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -86,12 +86,11 @@ fn note<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
     let pattern = request.match_pattern();
     let path = pattern.as_deref().unwrap_or("other");
     telemetry::HTTP_REQUESTS.count([method, path, response.status().as_str()]);
-    info!(
-        request = &*id.0,
-        method,
-        path = request.path(),
-        status = response.status().as_u16(),
-        took_ms = began.elapsed().as_secs_f64() * 1e3,
-        "answered"
-    );
+    let (request_id, status) = (&*id.0, response.status().as_u16());
+    let took_ms = began.elapsed().as_secs_f64() * 1e3;
+    // Completions have a line of their own at their end; scrapes and probes would fill the log.
+    match status {
+        400.. => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),
+        _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
+    }
 }

@@ -1,8 +1,8 @@
 //! HTTP: the OpenAI completions API, what the server says about itself, and how it comes and goes.
 //!
 //! A request's future and its response's body hold the reply stream, so a client that hangs up drops it and
-//! nothing else has to be told. Invariant: every answer that is not a success carries the OpenAI error object,
-//! `/health` excepted.
+//! nothing else has to be told.
+//! Invariant: every answer that is not a success carries the OpenAI error object, `/health` excepted.
 
 pub mod lifecycle;
 

@@ -3,6 +3,7 @@
 //! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
 
 use super::{Ending, ServeParts, Server};
+use crate::actors::reply::{Echo, ReplyStream};
 use crate::actors::stream::channel;
 use crate::actors::{EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
@@ -11,6 +12,7 @@ use crate::request::{FinishReason, Request, RequestError, Sampling, Token, Token
 use crate::text::Tokenizer;
 use actix::{Actor, Context, Handler};
 use actix_web::rt::{net::TcpStream, spawn, task, task::JoinHandle, time::timeout};
+use metrics_exporter_prometheus::PrometheusBuilder;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -244,13 +246,17 @@ fn tokenizer() -> Tokenizer {
         (0..256).map(letter).zip(0..).map(|(c, id)| (c.unwrap().into(), json!(id))).collect();
     let byte_level =
         json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
-    let added = json!([{ "id": BOS, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true }]);
+    let added = json!([{
+        "id": BOS, "content": "<s>", "special": true,
+        "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
+    }]);
     let file = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
         "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "vocab": vocab, "merges": []
         }
     });
     let config = json!({ "bos_token": "<s>", "add_bos_token": false });
@@ -307,7 +313,8 @@ async fn a_whole_answer_has_the_shape_of_the_api() {
     assert_eq!(
         json,
         json!({
-            "id": format!("cmpl-{}", request.id), "object": "text_completion", "created": null, "model": "tiny",
+            "id": format!("cmpl-{}", request.id), "object": "text_completion",
+            "created": null, "model": "tiny",
             "choices": [{ "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length" }],
             "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 }
         })
@@ -326,7 +333,10 @@ async fn a_stream_has_the_shape_of_the_api() {
     assert_eq!(response.header("cache-control"), Some("no-cache"));
     assert_eq!(response.header("x-accel-buffering"), Some("no"));
     let events = response.events();
-    let choice = |text: &str, reason: Value| json!([{ "index": 0, "text": text, "logprobs": null, "finish_reason": reason }]);
+    let choice = |text: &str, reason: Value| {
+        let index = 0;
+        json!([{ "index": index, "text": text, "logprobs": null, "finish_reason": reason }])
+    };
     let choices: Vec<_> = events.iter().map(|event| event["choices"].clone()).collect();
     let expected =
         [choice("h", Value::Null), choice("i", Value::Null), choice("", json!("length")), json!([])];
@@ -359,6 +369,11 @@ async fn half_characters_wait_for_their_other_half() {
     assert_eq!(events[0]["choices"][0]["prompt_token_ids"], json!([b'p']));
     assert_eq!(events[1]["choices"][0].get("prompt_token_ids"), None);
     assert_eq!(events[4]["choices"][0]["finish_reason"], "stop");
+
+    // A character that the prompt begins is the answer's once it is complete.
+    let second_half = vec![TokenEvent::Token(bare(0xa9)), TokenEvent::Finished(FinishReason::Stop)];
+    let (_, response) = house.play(json!({ "prompt": [0xc3] }), second_half).await;
+    assert_eq!(response.json()["choices"][0]["text"], "é");
     house.close().await;
 }
 
@@ -375,7 +390,10 @@ async fn echo_with_logprobs_places_every_token() {
     };
     let body = |stream: bool| {
         let prompt = json!([BOS, 0xc3, 0xa9, 98]);
-        json!({ "prompt": prompt, "echo": true, "logprobs": 2, "max_tokens": 1, "stream": stream, "return_token_ids": true })
+        json!({
+            "prompt": prompt, "echo": true, "logprobs": 2, "max_tokens": 1,
+            "stream": stream, "return_token_ids": true
+        })
     };
     let (request, response) = house.play(body(false), events()).await;
     assert!(request.prompt_logprobs);
@@ -386,7 +404,8 @@ async fn echo_with_logprobs_places_every_token() {
         "tokens": ["<s>", "\u{fffd}", "\u{fffd}", "b", "c"],
         "token_logprobs": [null, -1.0, -0.5, -9999.0, -2.0],
         "top_logprobs": [
-            null, { "\u{fffd}": -1.0 }, { "a": -0.25, "\u{fffd}": -0.5 }, { "b": -9999.0 }, { "d": -1.5, "c": -2.0 }
+            null, { "\u{fffd}": -1.0 }, { "a": -0.25, "\u{fffd}": -0.5 }, { "b": -9999.0 },
+            { "d": -1.5, "c": -2.0 }
         ],
         "text_offset": [0, 0, 0, 1, 2]
     });
@@ -543,7 +562,8 @@ async fn parameters_that_ask_for_nothing_are_taken() {
     let mut house = House::open();
     let body = json!({
         "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,
-        "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null, "unheard_of": null
+        "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null,
+        "unheard_of": null
     });
     let (_, response) = house.play(body, answer("x")).await;
     assert_eq!(response.status, 200, "{}", response.body);
@@ -706,4 +726,57 @@ async fn the_second_stop_and_the_end_of_time_cut_requests_off() {
     house.stops.send(()).unwrap();
     assert_eq!(house.ending().await, Ending::TimedOut);
     until(|| events.is_closed()).await;
+}
+
+/// What a recorder of its own saw of a reply to `events`, taken in by `pieces` calls and then dropped.
+fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || {
+        let (sender, stream) = channel();
+        events.into_iter().for_each(|event| sender.send(event));
+        let request = Request {
+            id: "r".into(),
+            prompt: [1, 2, 3].into(),
+            max_tokens: 9,
+            ignore_eos: false,
+            sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
+            logprobs: None,
+            prompt_logprobs: false,
+        };
+        let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, Echo::Nothing);
+        let read = async {
+            for _ in 0..pieces {
+                reply.next().await.unwrap().unwrap();
+            }
+        };
+        actix_web::rt::System::new().block_on(read);
+        drop(reply);
+    });
+    recorder.handle().render()
+}
+
+#[test]
+fn a_reply_measures_its_request() {
+    let whole = measured(answer("abc"), 4);
+    for line in [
+        "mainstem_generation_tokens_total 3",
+        "mainstem_prompt_tokens_total 3",
+        "mainstem_request_success_total{finished_reason=\"length\"} 1",
+        "mainstem_time_to_first_token_seconds_count 1",
+        "mainstem_inter_token_latency_seconds_count 2",
+        "mainstem_e2e_request_latency_seconds_count 1",
+        "mainstem_request_generation_tokens_sum 3",
+    ] {
+        assert!(whole.contains(line), "no {line} in\n{whole}");
+    }
+    assert!(!whole.contains("clients_gone"), "{whole}");
+
+    let dropped = measured(answer("abc"), 2);
+    for line in [
+        "mainstem_generation_tokens_total 2",
+        "mainstem_request_success_total{finished_reason=\"abort\"} 1",
+        "mainstem_clients_gone_total 1",
+    ] {
+        assert!(dropped.contains(line), "no {line} in\n{dropped}");
+    }
 }

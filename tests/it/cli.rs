@@ -1,8 +1,8 @@
 //! The command line: what is wrong is named, and nothing half-started stays behind.
 
-use crate::common::fixture;
+use crate::common::Copied;
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 fn mainstem(args: &[&str]) -> Output {
@@ -11,30 +11,6 @@ fn mainstem(args: &[&str]) -> Output {
 
 fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// A copy of a fixture that can be damaged; gone when dropped.
-struct Damaged(PathBuf);
-
-impl Damaged {
-    fn copy(model: &str, name: &str) -> Damaged {
-        let folder = std::env::temp_dir().join(format!("mainstem-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&folder).expect("a temporary folder");
-        for entry in std::fs::read_dir(fixture(model)).expect("the fixture is there").flatten() {
-            std::fs::copy(entry.path(), folder.join(entry.file_name())).expect("a file is copied");
-        }
-        Damaged(folder)
-    }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Damaged {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn serve(model: &Path) -> Output {
@@ -57,7 +33,7 @@ fn a_model_that_is_not_there_is_named() {
 
 #[test]
 fn a_truncated_weight_file_is_refused_by_name() {
-    let model = Damaged::copy("mha", "truncated");
+    let model = Copied::of("mha", "truncated");
     let file = model.file("model.safetensors");
     let bytes = std::fs::read(&file).expect("the copy is there");
     std::fs::write(&file, &bytes[..bytes.len() - 100]).expect("it can be written");
@@ -68,7 +44,7 @@ fn a_truncated_weight_file_is_refused_by_name() {
 
 #[test]
 fn a_config_that_does_not_match_the_tensors_names_one() {
-    let model = Damaged::copy("mha", "mismatch");
+    let model = Copied::of("mha", "mismatch");
     let file = model.file("config.json");
     let text = std::fs::read(&file).expect("the copy is there");
     let config: serde_json::Value = serde_json::from_slice(&text).expect("it is JSON");

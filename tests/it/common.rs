@@ -24,6 +24,31 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
+/// A copy of a fixture that can be damaged; gone when dropped.
+pub struct Copied(pub PathBuf);
+
+impl Copied {
+    /// `name` tells the tests apart.
+    pub fn of(model: &str, name: &str) -> Copied {
+        let folder = std::env::temp_dir().join(format!("mainstem-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a temporary folder");
+        for entry in std::fs::read_dir(fixture(model)).expect("the fixture is there").flatten() {
+            std::fs::copy(entry.path(), folder.join(entry.file_name())).expect("a file is copied");
+        }
+        Copied(folder)
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 /// The default configuration for a model, small and exact: two threads, F32 cache, a few slots.
 pub fn config(model: &Path, settings: &[(&'static str, Value)]) -> Config {
     let mut overrides = Overrides::default();

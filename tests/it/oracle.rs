@@ -1,7 +1,7 @@
 //! The recorded answers of Hugging Face transformers (tests/oracle), through the whole engine: the same
 //! greedy tokens, and log-probabilities within 1e-3, on both backends.
 
-use crate::common::{all_home, complete_all, config, fixture, greedy};
+use crate::common::{Copied, all_home, complete_all, config, fixture, greedy};
 use mainstem::actors::Engine;
 use mainstem::cli::start;
 use mainstem::request::{FinishReason, Request};
@@ -58,10 +58,10 @@ const FIXTURES: [(&str, &str); 16] = [
 ];
 
 impl Answer {
-    /// llama2.c's own programs end at BOS; the recorded answers of its fixtures go on.
-    fn request(&self, model: &str) -> Request {
+    /// llama2.c's own programs end at BOS too; the recorded answers of its fixtures go on.
+    fn request(&self, eos: &[u32]) -> Request {
         Request {
-            ignore_eos: self.ignore_eos || model.starts_with("llama2c"),
+            ignore_eos: self.ignore_eos || eos.contains(&1),
             logprobs: Some(5),
             prompt_logprobs: true,
             ..greedy(&self.prompt, self.answer_len_asked())
@@ -85,13 +85,19 @@ async fn start(model: &Path, kind: &str) -> Engine {
 }
 
 async fn check(model: &str, answers: &str, kind: &str) {
+    check_at(&fixture(model), answers, kind).await;
+}
+
+async fn check_at(path: &Path, answers: &str, kind: &str) {
     let recorded = recorded(answers);
-    let engine = start(&fixture(model), kind).await;
+    let engine = start(path, kind).await;
+    let model = &engine.model.name.clone();
     for id in &recorded.eos_token_ids {
         assert!(engine.model.eos.contains(id), "{model}: {id} ends a sequence");
     }
     // All at once: the answers are in company, which must not matter.
-    let outcomes = complete_all(&engine, recorded.answers.iter().map(|answer| answer.request(model))).await;
+    let outcomes =
+        complete_all(&engine, recorded.answers.iter().map(|answer| answer.request(&engine.model.eos))).await;
     for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
         let what = format!("{model} on {kind}, prompt of {}", answer.prompt.len());
         let (ids, reason) = match answer.finish.as_str() {
@@ -143,6 +149,18 @@ async fn the_reference_backend_gives_the_recorded_answers() {
     for (model, answers) in FIXTURES {
         check(model, answers, "reference").await;
     }
+}
+
+/// A model of a type nobody has heard of, with a specification in its folder: the same answers.
+#[actix::test]
+async fn a_new_model_is_a_specification_file() {
+    let model = Copied::of("gqa", "new-model");
+    let config = std::fs::read_to_string(model.file("config.json")).expect("the copy is there");
+    let config = config.replace("\"model_type\": \"llama\"", "\"model_type\": \"unheard_of\"");
+    std::fs::write(model.file("config.json"), config).expect("it can be written");
+    let spec = include_str!("../../specs/llama.toml").replace("[\"llama\"]", "[\"unheard_of\"]");
+    std::fs::write(model.file("spec.toml"), spec).expect("it can be written");
+    check_at(&model.0, "gqa/answers.json", "cpu").await;
 }
 
 /// The trained model that lies beside the checkout for those who have it: its recorded texts, by id.

@@ -6,8 +6,8 @@
 //!
 //! 1. x is packed: rows in tiles of R, within a tile 16 columns of one row after 16 of the next. A tile is
 //!    read in one run, whatever its rows' distance, and needs no special end.
-//! 2. Few rows: the weights stream from memory into the products, several outs at a time, so that there are
-//!    enough independent sums and enough open memory streams.
+//! 2. Rows of one tile: the weights stream from memory into the products, several outs at a time, so that
+//!    there are enough independent sums and enough open memory streams.
 //! 3. More rows: a panel of outs is converted to F32 once, packed as x is, and kept in the second-level
 //!    cache while all tiles of x pass by. R x O sums stay in registers.
 //! 4. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
@@ -24,7 +24,7 @@ use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Vectors of columns between two cuts.
-const CUT: usize = 24;
+const CUT: usize = 64;
 /// F32 numbers of a panel: half of a second-level cache of 2 MiB.
 const PANEL: usize = 256 * 1024;
 /// Outs of a panel.
@@ -34,8 +34,6 @@ const TILE_ROWS_MAX: usize = 8;
 const TILE_OUTS_MAX: usize = 3;
 /// Bytes of weights that a streaming item takes.
 const STREAM_BYTES: usize = 128 * 1024;
-/// Outs multiplied side by side when streaming.
-const STREAM_OUTS: usize = 8;
 /// Products that are not worth a second thread.
 const SMALL: usize = 64 * 1024;
 
@@ -107,7 +105,7 @@ impl<S: Simd> ForCode for Typed<'_, S> {
 
     fn run<C: Code>(self) {
         let (simd, Multiply { pool, scratch, w, bias, x, y, rows }) = (self.simd, self.op);
-        let tiles = Tiles::new(rows, if rows <= S::STREAM_ROWS { rows } else { S::TILE_ROWS });
+        let tiles = Tiles::new(rows, S::TILE_ROWS);
         let steps = w.inp.div_ceil(LANES);
         let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
         pack(pool, &tiles, w.inp, x, packed);
@@ -122,7 +120,7 @@ impl<S: Simd> ForCode for Typed<'_, S> {
             tiles,
             y: Parts::new(y),
         };
-        if rows <= S::STREAM_ROWS {
+        if tiles.count == 1 {
             product.stream_all(pool, simd);
         } else {
             product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len);
@@ -221,18 +219,30 @@ impl<C: Code> Product<'_, C> {
     }
 
     fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
-        let wanted = STREAM_BYTES / (self.inp * size_of::<C::Raw>()).min(STREAM_BYTES);
-        let outs_each = match self.rows() * self.out * self.inp <= SMALL {
+        match (S::TILE_OUTS, self.rows()) {
+            (_, 0) => {}
+            (2, 1) => self.stream::<S, 1, 4>(pool, simd),
+            (2, 2) => self.stream::<S, 2, 2>(pool, simd),
+            (2, 3) => self.stream::<S, 3, 2>(pool, simd),
+            (3, 1) => self.stream::<S, 1, 8>(pool, simd),
+            (3, 2) => self.stream::<S, 2, 8>(pool, simd),
+            (3, 3) => self.stream::<S, 3, 6>(pool, simd),
+            (3, 4) => self.stream::<S, 4, 6>(pool, simd),
+            (3, 5) => self.stream::<S, 5, 4>(pool, simd),
+            (3, 6) => self.stream::<S, 6, 4>(pool, simd),
+            (3, 7) => self.stream::<S, 7, 3>(pool, simd),
+            (3, 8) => self.stream::<S, 8, 3>(pool, simd),
+            (outs, rows) => unreachable!("no tile of {rows} rows and {outs} outs; this is a bug"),
+        }
+    }
+
+    fn stream<S: Simd, const R: usize, const O: usize>(&self, pool: &mut Pool, simd: S) {
+        let wanted = match self.rows() * self.out * self.inp <= SMALL {
             true => self.out,
-            false => self.outs_each(pool.threads(), wanted, STREAM_OUTS),
+            false => STREAM_BYTES / (self.inp * size_of::<C::Raw>()).min(STREAM_BYTES),
         };
-        self.for_outs(pool, outs_each, |_, outs| match (self.rows(), S::STREAM_ROWS) {
-            (1, 1) => simd.call(Stream::<C, 1, 4> { product: self, outs }),
-            (1, _) => simd.call(Stream::<C, 1, STREAM_OUTS> { product: self, outs }),
-            (2, _) => simd.call(Stream::<C, 2, STREAM_OUTS> { product: self, outs }),
-            (3, _) => simd.call(Stream::<C, 3, STREAM_OUTS> { product: self, outs }),
-            (rows, _) => unreachable!("{rows} rows are not streamed; this is a bug"),
-        });
+        let outs_each = self.outs_each(pool.threads(), wanted, O);
+        self.for_outs(pool, outs_each, |_, outs| simd.call(Stream::<C, R, O> { product: self, outs }));
     }
 
     fn panel_all<S: Simd>(&self, pool: &mut Pool, simd: S, panels: &mut HostBuf, panel_len: usize) {
@@ -259,16 +269,33 @@ impl<C: Code> Product<'_, C> {
         load_part::<S, C>(simd, &row[step * LANES..self.inp.min((step + 1) * LANES)])
     }
 
-    /// y[row][first..] = the sums of up to four outs, + bias.
+    /// y[row][first..] = the sums of the `count` first of O outs, + bias.
     #[inline(always)]
-    fn put(&self, row: usize, first: usize, sums: &[f32]) {
-        // SAFETY: an out belongs to one item, so no other thread writes these elements.
-        let y = unsafe { self.y.part(row * self.out + first..row * self.out + first + sums.len()) };
-        for (i, y) in y.iter_mut().enumerate() {
-            *y = match self.bias {
-                Some(bias) => sums[i] + bias[first + i],
-                None => sums[i],
+    fn put<S: Simd, const O: usize>(
+        &self,
+        simd: S,
+        row: usize,
+        first: usize,
+        sums: &[S::V; O],
+        count: usize,
+    ) {
+        for at in (0..count).step_by(4) {
+            let mut four = [sums[at]; 4];
+            for i in 1..4.min(O - at) {
+                four[i] = sums[at + i];
+            }
+            let four = simd.sum4(four);
+            // SAFETY: an out belongs to one item, so no other thread writes these elements.
+            let y = unsafe {
+                let start = row * self.out + first + at;
+                self.y.part(start..start + four.len().min(count - at))
             };
+            for (i, y) in y.iter_mut().enumerate() {
+                *y = match self.bias {
+                    Some(bias) => four[i] + bias[first + at + i],
+                    None => four[i],
+                };
+            }
         }
     }
 }
@@ -285,57 +312,56 @@ impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let product = self.product;
-        let whole = product.inp / LANES;
-        let mut first = self.outs.start;
-        while first < self.outs.end {
+        let (x, _) = product.x.as_chunks::<LANES>().0.as_chunks::<R>();
+        let (whole, last) = x.split_at(product.inp / LANES);
+        for first in self.outs.clone().step_by(O) {
             // Outs beyond the last repeat it; their sums are not stored.
+            let mut outs = [0; O];
             let mut w = [product.w.as_ptr(); O];
-            for (o, w) in w.iter_mut().enumerate() {
-                *w = w.wrapping_add((first + o).min(product.out - 1) * product.inp);
+            for o in 0..O {
+                outs[o] = (first + o).min(product.out - 1);
+                w[o] = w[o].wrapping_add(outs[o] * product.inp);
             }
             let mut sums = [[simd.splat(0.0); O]; R];
-            for step in 0..whole {
-                let x = load_tile::<S, R>(simd, product.x, step);
+            for (step, x) in whole.iter().enumerate() {
+                let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
                     let at = w[o].wrapping_add(step * LANES);
                     prefetch(at.wrapping_add(O * product.inp));
-                    // SAFETY: 16 codes from `step * LANES` on are within out `o`'s row of `product.w`.
-                    let w = C::load(simd, unsafe { &*at.cast::<[C::Raw; LANES]>() });
-                    for r in 0..R {
-                        sums[r][o] = simd.mul_add(x[r], w, sums[r][o]);
-                    }
+                    // SAFETY: 16 codes from `step * LANES` on are within the out's row of `product.w`.
+                    out[o] = C::load(simd, unsafe { &*at.cast::<[C::Raw; LANES]>() });
                 }
+                add_products(simd, x, &out, &mut sums);
             }
-            if whole < product.steps {
-                let x = load_tile::<S, R>(simd, product.x, whole);
+            for x in last {
+                let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
-                    let w = product.load(simd, (first + o).min(product.out - 1), whole);
-                    for r in 0..R {
-                        sums[r][o] = simd.mul_add(x[r], w, sums[r][o]);
-                    }
+                    out[o] = product.load(simd, outs[o], whole.len());
                 }
+                add_products(simd, x, &out, &mut sums);
             }
             let count = O.min(self.outs.end - first);
             for (r, sums) in sums.iter().enumerate() {
-                for (i, sums) in sums.as_chunks::<4>().0.iter().enumerate() {
-                    let count = count.saturating_sub(4 * i).min(4);
-                    product.put(r, first + (4 * i).min(O - 4), &simd.sum4(*sums)[..count]);
-                }
+                product.put(simd, r, first, sums, count);
             }
-            first += O;
         }
     }
 }
 
-/// Vector number `step` of each row of the one tile.
+/// sums (R, O) += the products of one vector of each row and one of each out.
 #[inline(always)]
-fn load_tile<S: Simd, const R: usize>(simd: S, x: &[f32], step: usize) -> [S::V; R] {
-    let at = &x[step * R * LANES..][..R * LANES].as_chunks::<LANES>().0;
-    let mut v = [simd.splat(0.0); R];
+fn add_products<S: Simd, const R: usize, const O: usize>(
+    simd: S,
+    x: &[[f32; LANES]; R],
+    out: &[S::V; O],
+    sums: &mut [[S::V; O]; R],
+) {
     for r in 0..R {
-        v[r] = simd.load(&at[r]);
+        let x = simd.load(&x[r]);
+        for o in 0..O {
+            sums[r][o] = simd.mul_add(x, out[o], sums[r][o]);
+        }
     }
-    v
 }
 
 /// All rows with a run of outs, through a converted panel.
@@ -469,12 +495,7 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
             for o in 0..O {
                 out[o] = simd.load(&w[o]);
             }
-            for r in 0..R {
-                let x = simd.load(&x[r]);
-                for o in 0..O {
-                    sums[r][o] = simd.mul_add(x, out[o], sums[r][o]);
-                }
-            }
+            add_products(simd, x, &out, &mut sums);
         }
         for r in 0..R {
             for o in 0..O {
@@ -501,11 +522,11 @@ impl<C: Code, const O: usize> Kernel for Finish<'_, '_, C, O> {
             for first in (0..panel.outs.len()).step_by(4) {
                 let mut four = [simd.splat(0.0); 4];
                 let count = four.len().min(panel.outs.len() - first);
-                for (i, v) in four.iter_mut().enumerate() {
-                    let out = first + i.min(count - 1);
-                    *v = simd.load(&sums[(out / O * rows + r) * O + out % O]);
+                for i in 0..count {
+                    let out = first + i;
+                    four[i] = simd.load(&sums[(out / O * rows + r) * O + out % O]);
                 }
-                panel.product.put(self.rows.start + r, panel.outs.start + first, &simd.sum4(four)[..count]);
+                panel.product.put(simd, self.rows.start + r, panel.outs.start + first, &four, count);
             }
         }
     }

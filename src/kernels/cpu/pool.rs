@@ -56,17 +56,26 @@ struct Line<T>(T);
 type Call = unsafe fn(*const (), usize, usize);
 
 impl Pool {
-    /// A pool of `threads`, the driver counted.
+    /// A pool of `threads`, the driver counted. All of them are up when this returns: a thread that starts
+    /// allocates, and no step may.
     pub fn new(threads: usize) -> Result<Pool, DeviceError> {
         let mut pool = Pool { shared: Arc::new(Shared::new()), workers: Vec::with_capacity(threads) };
+        let (up, all_up) = std::sync::mpsc::channel();
         for worker in 1..threads {
-            let shared = pool.shared.clone();
+            let (shared, up) = (pool.shared.clone(), up.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("cpu-{worker}"))
-                .spawn(move || shared.work_until_stopped(worker))
+                .spawn(move || {
+                    let _ = up.send(());
+                    drop(up);
+                    shared.work_until_stopped(worker)
+                })
                 .map_err(|source| DeviceError::Fault(format!("cannot start a worker thread: {source}")))?;
             pool.workers.push(thread);
         }
+        drop(up);
+        let started = all_up.iter().count();
+        assert_eq!(started, pool.workers.len(), "every worker says once that it is up");
         Ok(pool)
     }
 

@@ -108,7 +108,7 @@ fn sample_row(logits: &[f32], row: &SampleRow, keys: &mut [u64], top: &mut [(u32
 }
 
 fn log_sum_exp(logits: &[f32]) -> f64 {
-    let largest = largest(logits.iter().map(|&logit| or_lowest(logit)));
+    let largest = largest(logits, |logit| logit);
     let sum: f64 = logits.iter().map(|&logit| f64::from((or_lowest(logit) - largest).exp())).sum();
     f64::from(largest) + sum.ln()
 }
@@ -118,7 +118,7 @@ fn draw(logits: &[f32], row: &SampleRow, keys: &mut [u64]) -> u32 {
         return greedy(logits);
     }
     let scaled = |id: usize| or_lowest(logits[id] / row.temperature);
-    let largest = largest((0..logits.len()).map(scaled));
+    let largest = largest(logits, |logit| logit / row.temperature);
     if !largest.is_finite() {
         return greedy(logits);
     }
@@ -141,20 +141,19 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
             kept = kept.min(row.top_k as usize);
         }
         if row.top_p < 1.0 {
-            let total =
-                if row.top_k > 0 { self.sum_in_order(kept) } else { self.sum_by_id(f64::NEG_INFINITY) };
+            let total = if row.top_k > 0 { self.sum_in_order(kept) } else { self.count_and_sum_by_id(0.0).1 };
             let share = f64::from(row.top_p) * total;
             kept = self.prefix_where(kept, |sum| sum >= share);
         }
         // Weights are F32 numbers, and so is the least one.
         let least = f64::from(row.min_p * self.weight_at(0) as f32);
-        let (kept, total) = match kept == self.vocab {
-            true => (self.count_by_id(least).max(1), Total::About(self.sum_by_id(least))),
-            false => (self.count_in_order(kept, least).max(1), Total::InOrder),
-        };
-        let drawn = match total {
-            Total::About(sum) => self.draw_about(kept, uniform(row.seed, row.position.into()), sum),
-            Total::InOrder => self.draw_exactly(kept, uniform(row.seed, row.position.into())),
+        let uniform = uniform(row.seed, row.position.into());
+        let drawn = if kept == self.vocab {
+            let (kept, sum) = self.count_and_sum_by_id(least);
+            self.draw_about(kept.max(1), uniform, sum)
+        } else {
+            let kept = self.count_in_order(kept, least).max(1);
+            self.draw_exactly(kept, uniform)
         };
         self.ordered.id(drawn) as u32
     }
@@ -184,8 +183,9 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
         (0..kept).map(|place| self.weight_at(place)).sum()
     }
 
-    fn sum_by_id(&self, least: f64) -> f64 {
-        (0..self.vocab).map(&self.weight).filter(|&weight| weight >= least).sum()
+    fn count_and_sum_by_id(&self, least: f64) -> (usize, f64) {
+        let kept = (0..self.vocab).map(&self.weight).filter(|&weight| weight >= least);
+        kept.fold((0, 0.0), |(count, sum), weight| (count + 1, sum + weight))
     }
 
     fn count_in_order(&mut self, kept: usize, least: f64) -> usize {
@@ -193,13 +193,6 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
             return kept;
         }
         (0..kept).filter(|&place| self.weight_at(place) >= least).count()
-    }
-
-    fn count_by_id(&self, least: f64) -> usize {
-        if least <= 0.0 {
-            return self.vocab;
-        }
-        (0..self.vocab).filter(|&id| (self.weight)(id) >= least).count()
     }
 
     /// Length of the shortest prefix, at least 1, whose sum of weights is `enough`; `kept` if none is.
@@ -213,12 +206,6 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
         }
         kept
     }
-}
-
-/// The sum of the kept weights: as the definition has it, or in id order.
-enum Total {
-    InOrder,
-    About(f64),
 }
 
 /// Ids by value, largest first, ties by id; sorted as far as was asked.
@@ -265,17 +252,26 @@ fn descending(value: f32) -> u32 {
 
 /// The largest logit's id; the lowest on ties; 0 when no logit is above negative infinity.
 fn greedy(logits: &[f32]) -> u32 {
-    let (mut best, mut largest) = (0, f32::NEG_INFINITY);
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > largest {
-            (best, largest) = (id, logit);
-        }
+    let largest = largest(logits, |logit| logit);
+    if largest == f32::NEG_INFINITY {
+        return 0;
     }
-    best as u32
+    let place = logits.iter().position(|&logit| logit == largest);
+    place.expect("the largest logit is one of them; this is a bug") as u32
 }
 
-fn largest(values: impl Iterator<Item = f32>) -> f32 {
-    values.fold(f32::NEG_INFINITY, f32::max)
+/// The largest of `value` of the logits; NaN counts as negative infinity. In lanes, so that it vectorises.
+#[inline(always)]
+fn largest(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = logits.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            let value = value(logit);
+            *lane = if value > *lane { value } else { *lane };
+        }
+    }
+    rest.iter().map(|&logit| value(logit)).chain(lanes).fold(f32::NEG_INFINITY, f32::max)
 }
 
 fn or_lowest(value: f32) -> f32 {

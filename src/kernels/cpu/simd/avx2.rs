@@ -50,7 +50,6 @@ impl Simd for Avx2 {
     type V = V;
     const TILE_ROWS: usize = 3;
     const TILE_OUTS: usize = 2;
-    const STREAM_ROWS: usize = 1;
     const TILE_QUERIES: usize = 2;
 
     #[inline(always)]

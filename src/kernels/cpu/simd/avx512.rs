@@ -37,7 +37,6 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_ROWS: usize = 8;
     const TILE_OUTS: usize = 3;
-    const STREAM_ROWS: usize = 3;
     const TILE_QUERIES: usize = 8;
 
     #[inline(always)]

@@ -32,8 +32,6 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Rows and outs of a matmul tile: its sums and one operand's vectors fit the registers.
     const TILE_ROWS: usize;
     const TILE_OUTS: usize;
-    /// Up to this many rows, weights are multiplied as they stream in.
-    const STREAM_ROWS: usize;
     /// Query vectors that share a pass over a block of K or V.
     const TILE_QUERIES: usize;
 

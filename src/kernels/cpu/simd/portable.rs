@@ -21,7 +21,6 @@ impl Simd for Portable {
     type V = V;
     const TILE_ROWS: usize = 3;
     const TILE_OUTS: usize = 2;
-    const STREAM_ROWS: usize = 1;
     const TILE_QUERIES: usize = 1;
 
     fn call<K: Kernel>(self, kernel: K) -> K::Out {

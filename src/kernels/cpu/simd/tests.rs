@@ -1,1 +1,148 @@
+use super::*;
 
+fn levels() -> Vec<Level> {
+    let levels = [Isa::Avx512, Isa::Avx2, Isa::Portable].map(|isa| (isa, Level::new(isa)));
+    let found = levels.into_iter().filter_map(|(isa, level)| {
+        level.inspect_err(|error| eprintln!("skipped: {}: {error}", isa.name())).ok()
+    });
+    found.collect()
+}
+
+/// Levels whose products are fused: these must agree to the bit.
+fn fused_levels() -> Vec<Level> {
+    levels().into_iter().filter(|level| level.isa() != Isa::Portable).collect()
+}
+
+/// Numbers of all magnitudes, from a fixed generator.
+fn numbers<const N: usize>(seed: u64) -> [f32; N] {
+    std::array::from_fn(|i| {
+        let [mantissa, exponent, sign, _] =
+            crate::random::philox([i as u32, 0, 0, 0], [seed as u32, (seed >> 32) as u32]);
+        let value = (1.0 + mantissa as f32 / u32::MAX as f32) * 2f32.powi((exponent % 20) as i32 - 10);
+        if sign % 2 == 0 { value } else { -value }
+    })
+}
+
+struct Exp<'a>(&'a mut [f32]);
+
+impl Kernel for Exp<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for x in self.0.as_chunks_mut::<LANES>().0 {
+            simd.store(exp(simd, simd.load(x)), x);
+        }
+    }
+}
+
+fn exps(level: Level, x: &[f32]) -> Vec<f32> {
+    let mut y = x.to_vec();
+    y.resize(x.len().next_multiple_of(LANES), 0.0);
+    level.run(Exp(&mut y));
+    y.truncate(x.len());
+    y
+}
+
+#[test]
+fn exp_is_within_two_units_in_the_last_place() {
+    let x: Vec<f32> = (-105_000..90_000).map(|i| i as f32 * 1e-3 + 3e-7).collect();
+    for level in levels() {
+        for (x, y) in x.iter().zip(exps(level, &x)) {
+            let exact = f64::from(*x).exp();
+            let unit = f64::from(f32::EPSILON) * exact.max(f64::from(f32::MIN_POSITIVE));
+            if exact > f64::from(f32::MAX) {
+                assert_eq!(y, f32::INFINITY, "exp({x})");
+            } else {
+                assert!((f64::from(y) - exact).abs() <= 2.0 * unit, "exp({x}) = {y:e}, not {exact:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn exp_has_its_special_values() {
+    let x = [0.0, -0.0, f32::NEG_INFINITY, f32::INFINITY, f32::NAN, f32::MIN, f32::MAX, -104.5, 88.75];
+    for level in levels() {
+        let y = exps(level, &x);
+        assert_eq!(y[..4], [1.0, 1.0, 0.0, f32::INFINITY]);
+        assert!(y[4].is_nan());
+        assert_eq!(y[5..], [0.0, f32::INFINITY, 0.0, f32::INFINITY]);
+    }
+}
+
+/// The results of every operation, one after another.
+struct Everything([[f32; LANES]; 3]);
+
+impl Kernel for Everything {
+    type Out = Vec<u32>;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> Vec<u32> {
+        let [a, b, c] = self.0.map(|x| simd.load(&x));
+        let codes = self.0[0].map(|x| half::f16::from_f32(x).to_bits());
+        let mut vectors = vec![
+            simd.add(a, b),
+            simd.sub(a, b),
+            simd.mul(a, b),
+            simd.div(a, b),
+            simd.mul_add(a, b, c),
+            simd.min(a, b),
+            simd.max(a, b),
+            exp(simd, a),
+            simd.load_f16(&codes),
+            simd.load_bf16(&codes),
+            load_part::<S, F32>(simd, &self.0[0][..5]),
+        ];
+        for n in 0..=LANES {
+            vectors.push(simd.first(n, a, b));
+        }
+        let mut bits = vec![simd.sum(a).to_bits(), simd.largest(a).to_bits()];
+        bits.extend(simd.sum4([a, b, c, a]).map(f32::to_bits));
+        for v in vectors {
+            let mut lanes = [0.0; LANES];
+            simd.store(v, &mut lanes);
+            bits.extend(lanes.map(f32::to_bits));
+        }
+        bits
+    }
+}
+
+#[test]
+fn fused_levels_agree_to_the_bit() {
+    for seed in 0..200 {
+        let operands = [numbers(3 * seed), numbers(3 * seed + 1), numbers(3 * seed + 2)];
+        let results: Vec<_> = fused_levels().iter().map(|level| level.run(Everything(operands))).collect();
+        assert!(results.windows(2).all(|pair| pair[0] == pair[1]), "{operands:?}");
+    }
+}
+
+#[test]
+fn sums_follow_their_tree_and_first_takes_lanes() {
+    struct Sums([f32; LANES]);
+    impl Kernel for Sums {
+        type Out = (f32, [f32; 4], [f32; LANES]);
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) -> Self::Out {
+            let v = simd.load(&self.0);
+            let mut first = [0.0; LANES];
+            simd.store(simd.first(5, v, simd.splat(7.0)), &mut first);
+            (simd.sum(v), simd.sum4([v, simd.splat(1.0), simd.splat(2.0), v]), first)
+        }
+    }
+    for seed in 0..50 {
+        let x: [f32; LANES] = numbers(seed);
+        let mut tree = x;
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                tree[i] += tree[i + half];
+            }
+        }
+        for level in levels() {
+            let (sum, sum4, first) = level.run(Sums(x));
+            assert_eq!(sum.to_bits(), tree[0].to_bits());
+            assert_eq!(sum4, [sum, 16.0, 32.0, sum]);
+            assert_eq!((&first[..5], &first[5..]), (&x[..5], &[7.0; 11][..]));
+        }
+    }
+}
