@@ -70,13 +70,21 @@ impl Decode {
     }
 }
 
-/// Runs the loop, and runs it again if a bug of ours ends it: the sequences it had are lost (their clients
-/// are told by the closed channels), the service is not.
+/// Runs the loop, and runs it again if a bug of ours ends it: the sequences it had are lost (their closed
+/// channels tell their clients), the service is not. Without its neighbours it cannot go on.
 async fn keep_turning(neighbours: Neighbours, config: DecodeConfig) {
     loop {
         let main_stem = MainStem::new(neighbours.clone(), config.clone());
         match AssertUnwindSafe(main_stem.turn_forever()).catch_unwind().await {
-            Ok(()) => return,
+            Ok(()) => {
+                if !neighbours.status.is_stopping() {
+                    error!(
+                        "an actor beside the decode loop is gone; this is a bug, and nothing is served any more"
+                    );
+                    neighbours.status.fail();
+                }
+                return;
+            }
             Err(_) => error!("the decode loop panicked; this is a bug. It starts again, empty"),
         }
         neighbours.prefill_forget.do_send(ForgetBegun);
@@ -97,7 +105,6 @@ struct MainStem {
     wanted: Vec<Wanted>,
     /// The step that is not travelling.
     spare: Option<Box<Step>>,
-    step: u64,
 }
 
 /// A sequence that holds a slot.
@@ -146,7 +153,6 @@ impl MainStem {
             outbox: Vec::new(),
             wanted: Vec::with_capacity(config.limits.rows),
             spare: Some(Box::new(Step::with_capacity(&config.limits))),
-            step: 0,
             config,
         }
     }
@@ -159,7 +165,6 @@ impl MainStem {
             let Some(chunks) = self.next_chunks().await else { return };
             let pieces = self.take_in(chunks);
             let Some(plan) = self.next_plan().await else { return };
-            self.neighbours.status.beat();
             if let Err(fault) = self.run(plan, &pieces).await {
                 self.fail_all(&fault);
             }
@@ -181,11 +186,19 @@ impl MainStem {
         if self.live.is_empty() {
             self.flush();
             // Slots must be free, and pages seen to be, before anything is waited for.
-            self.next_plan().await?;
+            let plan = self.next_plan().await?;
+            assert!(
+                plan.moves.is_empty() && plan.tables.is_empty(),
+                "without sequences nothing changes place"
+            );
+            self.neighbours.status.rest();
         }
         let decoding = self.live.values().filter(|live| live.generated > 0).count();
         let budget = self.config.token_budget - decoding;
-        self.neighbours.prefill_next.send(NextChunk { budget, live: self.live.len() }).await.ok()
+        let chunks =
+            self.neighbours.prefill_next.send(NextChunk { budget, live: self.live.len() }).await.ok();
+        self.neighbours.status.beat();
+        chunks
     }
 
     /// A sequence comes with its first chunk, and needs a slot. Chunks of those who left meanwhile are void.
@@ -266,8 +279,6 @@ impl MainStem {
     fn fill(&mut self, batch: &mut StepBatch, plan: Option<Plan>, spans: &[Work]) {
         batch.clear();
         self.wanted.clear();
-        self.step += 1;
-        batch.step = self.step;
         if let Some(plan) = plan {
             telemetry::SLOT_MOVES.add(plan.moves.len() as u64);
             batch.moves.extend(plan.moves);

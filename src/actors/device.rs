@@ -69,11 +69,16 @@ impl Handler<Run> for Device {
     type Result = MessageResult<Run>;
 
     fn handle(&mut self, Run(mut step): Run, ctx: &mut Self::Context) -> Self::Result {
+        let had_executor = self.executor.is_some();
         let result = self.run(&mut step);
-        if let Err(fault) = &result {
-            error!(step = step.batch.step, %fault, "the device failed; it is being rebuilt");
-            telemetry::DEVICE_RESTARTS.add(1);
-            ctx.notify(Rebuild);
+        match &result {
+            Ok(()) => {}
+            Err(fault) if had_executor => {
+                error!(step = step.batch.step, %fault, "the device failed; it is being rebuilt");
+                telemetry::DEVICE_RESTARTS.add(1);
+                ctx.notify(Rebuild);
+            }
+            Err(fault) => error!(%fault, "the device is still away; the next step will try again"),
         }
         MessageResult(Ran { step, result })
     }

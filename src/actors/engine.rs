@@ -14,11 +14,11 @@ use crate::config::{Config, KvConfig, KvSize, SchedulerConfig};
 use crate::memory::PagePool;
 use crate::model::ModelSource;
 use crate::model::executor::{ExecutorReport, KvPlan, page_bytes};
-use crate::model::forward::Activations;
+use crate::model::forward::activation_bytes;
 use crate::text::Tokenizer;
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context, Result, ensure};
-use mainstem_kernels::{HostBuf, StepLimits};
+use mainstem_kernels::StepLimits;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -32,7 +32,6 @@ pub struct EngineSetup {
     pub scheduler: SchedulerConfig,
     pub limits: StepLimits,
     pub kv: KvPlan,
-    pub eos: Vec<u32>,
     pub model: ModelInfo,
 }
 
@@ -94,7 +93,7 @@ impl EngineSetup {
             false => config.model.served_name.clone(),
         };
         let model = ModelInfo { name, context, vocab: spec.vocab, eos: source.eos.clone(), created };
-        Ok(EngineSetup { scheduler, limits, kv, eos: source.eos.clone(), model })
+        Ok(EngineSetup { scheduler, limits, kv, model })
     }
 }
 
@@ -103,7 +102,8 @@ impl EngineSetup {
 pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Factory) -> Result<Engine> {
     let device_arbiter = Arbiter::new();
     let device = Device::start_in_arbiter(&device_arbiter.handle(), move |_| Device::new(factory));
-    let built = device.send(Build).await.context("the device's thread is gone")??;
+    let built = device.send(Build).await.context("the device's thread is gone").flatten();
+    let built = built.inspect_err(|_| _ = device_arbiter.stop())?;
     let report = report(&setup, &built);
 
     let status = Arc::new(Status::default());
@@ -122,12 +122,13 @@ pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Facto
 }
 
 impl Engine {
-    /// Stops all actors. Requests still in flight lose their streams.
+    /// Stops all actors and waits for the step that runs. Requests still in flight lose their streams.
     pub fn stop(self) {
-        self.control.stop();
-        self.device.stop();
+        self.status.stop();
         // The control thread goes first, so that no step is sent to a device that is gone.
+        self.control.stop();
         let _ = self.control.join();
+        self.device.stop();
         let _ = self.device.join();
     }
 }
@@ -145,7 +146,7 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: A
             Prefill::new(kv.clone().recipient(), kv.recipient(), policy, slots)
         })
     };
-    let config = DecodeConfig { policy, limits, token_budget, eos: setup.eos.clone() };
+    let config = DecodeConfig { policy, limits, token_budget, eos: setup.model.eos.clone() };
     let neighbours = Neighbours {
         prefill_next: prefill.clone().recipient(),
         prefill_forget: prefill.clone().recipient(),
@@ -160,6 +161,7 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: A
         max_waiting,
         context: setup.model.context,
         vocab: limits.vocab,
+        top_logprobs: limits.top_logprobs,
         pages: pages - 1,
         page_positions: limits.page_positions,
     };
@@ -175,7 +177,8 @@ fn context(kv: &KvConfig, model: usize) -> Result<usize> {
 
 /// How many pages the cache gets, the sink included.
 fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<KvPlan> {
-    let page = page_bytes(source, kv.ty, kv.page_positions);
+    let page = page_bytes(source, kv.ty, kv.page_positions)
+        .with_context(|| format!("kv.page_positions: a page of {} is too large", kv.page_positions))?;
     let whole = limits.slots * limits.table_len();
     let pages = match kv.size {
         KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_positions),
@@ -194,17 +197,27 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<K
 /// Half of what is free once weights and activations are in: the other half belongs to whoever else uses
 /// the machine, and to the page cache.
 fn spare_memory(limits: &StepLimits, source: &ModelSource) -> usize {
-    let taken = source.checkpoint.total_bytes() + Activations::<HostBuf>::bytes(&source.spec, limits);
+    let taken = source.checkpoint.total_bytes() + activation_bytes(&source.spec, limits);
     available_memory().saturating_sub(taken) / 2
 }
 
-/// Bytes the system would still give; without a word from it, no bound.
+/// Bytes that the system, and the control group this process is in, would still give. Without a word from
+/// either, no bound.
 fn available_memory() -> usize {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))
-        .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<usize>().ok())
-        .map_or(usize::MAX, |kib| kib.saturating_mul(1024))
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
+    let system = read("/proc/meminfo").and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.saturating_mul(1024))
+    });
+    // Version 2 of control groups, then version 1.
+    let group = [
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ]
+    .into_iter()
+    .find_map(|(limit, used)| Some(number(limit)?.saturating_sub(number(used)?)));
+    system.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
 }
 
 fn report(setup: &EngineSetup, built: &ExecutorReport) -> String {
@@ -223,6 +236,7 @@ fn report(setup: &EngineSetup, built: &ExecutorReport) -> String {
             kv.ty
         ),
         format!("activations  {:.1} MiB for {} rows a step", mib(built.activation_bytes), limits.rows),
+        format!("step buffers {:.1} MiB", mib(built.step_bytes)),
         format!(
             "scheduler    {} slots, {} may wait, {:?}, shuffle {}",
             limits.slots,

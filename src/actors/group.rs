@@ -5,10 +5,13 @@
 use super::device::{Ran, Run, Step};
 use actix::Recipient;
 use mainstem_kernels::DeviceError;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The devices of a model: stages by layers, members by rank.
 pub struct Group {
     stages: Vec<Vec<Recipient<Run>>>,
+    /// Number of the step sent last. It goes on for as long as the group lives, whoever sends.
+    step: AtomicU64,
 }
 
 /// A group whose members do not answer any more.
@@ -17,7 +20,7 @@ const GONE: &str = "the device's thread is gone";
 impl Group {
     /// A group of one device that holds the whole model.
     pub fn single(device: Recipient<Run>) -> Group {
-        Group { stages: vec![vec![device]] }
+        Group { stages: vec![vec![device]], step: AtomicU64::new(0) }
     }
 
     /// Steps that can be in flight at once.
@@ -25,10 +28,11 @@ impl Group {
         self.stages.len()
     }
 
-    /// Sends a step off. It is on its way when this returns; what it gives is awaited.
-    pub fn send(&self, step: Box<Step>) -> impl Future<Output = Ran> + use<> {
+    /// Numbers a step and sends it off. It is on its way when this returns; what it gives is awaited.
+    pub fn send(&self, mut step: Box<Step>) -> impl Future<Output = Ran> + use<> {
         let [stage] = &self.stages[..] else { unreachable!("a group has one stage; more is a bug") };
         let [device] = &stage[..] else { unreachable!("a stage has one member; more is a bug") };
+        step.batch.step = self.step.fetch_add(1, Ordering::Relaxed) + 1;
         let answer = device.send(Run(step));
         async move {
             match answer.await {

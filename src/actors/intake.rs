@@ -24,6 +24,8 @@ pub struct IntakeLimits {
     /// Positions of a sequence, prompt and answer.
     pub context: usize,
     pub vocab: usize,
+    /// Most likely tokens that can be reported beside each.
+    pub top_logprobs: usize,
     /// Pages of the pool that can be leased, the sink not among them.
     pub pages: usize,
     pub page_positions: usize,
@@ -133,6 +135,10 @@ impl Intake {
         if let Some(id) = request.prompt.iter().find(|id| **id as usize >= limits.vocab) {
             let message = format!("token id {id} is not in the vocabulary of {}", limits.vocab);
             return Err(invalid("prompt", message));
+        }
+        if request.logprobs.is_some_and(|n| usize::from(n) > limits.top_logprobs) {
+            let message = format!("logprobs can be {} at most", limits.top_logprobs);
+            return Err(invalid("logprobs", message));
         }
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
         if prompt_tokens + max_tokens > limits.context {

@@ -66,7 +66,6 @@ pub struct Kv {
     pages: PagePool,
     /// Who waits for pages, in the order of asking.
     short: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
-    shuffle: bool,
 }
 
 impl Actor for Kv {
@@ -130,11 +129,11 @@ impl Handler<Held> for Kv {
 impl Kv {
     /// A manager of `slots` slots and of `pages`, all of them free.
     pub fn new(slots: usize, shuffle: bool, pages: PagePool) -> Kv {
-        Kv { slots: SlotMap::new(slots, shuffle), pages, short: VecDeque::new(), shuffle }
+        Kv { slots: SlotMap::new(slots, shuffle), pages, short: VecDeque::new() }
     }
 
-    /// The finished leave, the new ones join (in a hole, if there is one: that saves a move), and what
-    /// holes remain are closed by the shuffle.
+    /// The finished leave, the new ones join (in a hole, if there is one), and what holes remain are closed
+    /// by the shuffle.
     fn turn(&mut self, turn: Turn) -> Plan {
         let mut plan = Plan::default();
         for key in turn.finished {
@@ -152,22 +151,17 @@ impl Kv {
         }
         plan.slots.extend(self.slots.iter());
         plan.window = self.slots.window();
-        assert!(!self.shuffle || plan.window.len() == plan.slots.len(), "the window has no holes");
         plan
     }
 
-    /// Gives pages to those who wait for them, as far as they go.
+    /// Gives pages to those who wait for them, in order, as far as they go. Who hung up waits no longer,
+    /// wherever in the line.
     fn serve_short(&mut self) {
+        self.short.retain(|(wish, _)| !wish.client.is_closed());
         while let Some((wish, _)) = self.short.front() {
-            let lease = match wish.client.is_closed() {
-                true => None,
-                false => match self.pages.reserve(wish.positions) {
-                    None => return,
-                    lease => lease,
-                },
-            };
+            let Some(lease) = self.pages.reserve(wish.positions) else { return };
             if let Some((_, reply)) = self.short.pop_front() {
-                let _ = reply.send(lease);
+                let _ = reply.send(Some(lease));
             }
         }
     }

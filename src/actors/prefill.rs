@@ -9,7 +9,8 @@ use super::sequence::{Key, Sequence};
 use super::stream::EventSender;
 use crate::config::Policy;
 use actix::{
-    Actor, ActorFutureExt, AsyncContext, Context, Handler, Message, Recipient, ResponseFuture, WrapFuture,
+    Actor, ActorFutureExt, AsyncContext, Context, Handler, Message, Recipient, ResponseFuture, SpawnHandle,
+    WrapFuture,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -65,6 +66,8 @@ pub struct Prefill {
     slots: usize,
     /// A question waiting for work.
     held: Option<(NextChunk, oneshot::Sender<Vec<Chunk>>)>,
+    /// Set while a window is open.
+    timer: Option<SpawnHandle>,
 }
 
 impl Actor for Prefill {
@@ -114,7 +117,16 @@ impl Prefill {
         policy: Policy,
         slots: usize,
     ) -> Prefill {
-        Prefill { kv, returned, prompts: VecDeque::new(), released: 0, policy, slots, held: None }
+        Prefill {
+            kv,
+            returned,
+            prompts: VecDeque::new(),
+            released: 0,
+            policy,
+            slots,
+            held: None,
+            timer: None,
+        }
     }
 
     /// Puts a sequence behind those that arrived before it.
@@ -142,10 +154,8 @@ impl Prefill {
         if (live > 0 || !chunks.is_empty())
             && let Some((_, reply)) = self.held.take()
         {
-            // Decode asks again after a fault; an answer to nobody would lose the sequences in it.
-            if let Err(chunks) = reply.send(chunks) {
-                drop(chunks);
-            }
+            // Decode waits for it; if it is gone, the sequences go home with the answer.
+            let _ = reply.send(chunks);
         }
     }
 
@@ -182,8 +192,11 @@ impl Prefill {
         let waited = oldest.ready.elapsed();
         if waited >= window || self.prompts.len() >= self.slots {
             self.released = self.prompts.len();
-        } else {
-            ctx.run_later(window - waited, |act, ctx| act.answer_held(ctx));
+        } else if self.timer.is_none() {
+            self.timer = Some(ctx.run_later(window - waited, |act, ctx| {
+                act.timer = None;
+                act.answer_held(ctx);
+            }));
         }
     }
 

@@ -144,8 +144,8 @@ pub async fn run(config: Config) -> Result<()> {
     };
     let server = Server::bind(parts, config.server)?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
-    if ending != Ending::Cut {
-        // Waits for the step that runs; whoever asked twice does not.
+    if ending == Ending::Drained {
+        // Waits for the device, which is idle. Where time was up it may never answer.
         engine.stop();
     }
     Ok(())

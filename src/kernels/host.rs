@@ -4,6 +4,10 @@
 
 use crate::backend::DeviceError;
 use memmap2::MmapMut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Bytes of all buffers that are alive.
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes in host memory, at least 64-byte aligned (page-aligned in fact).
 pub struct HostBuf {
@@ -22,7 +26,13 @@ impl HostBuf {
         if bytes >= 1 << 21 {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
+        ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
         Ok(HostBuf { map, len: bytes })
+    }
+
+    /// Bytes of all buffers of the process that are alive.
+    pub fn allocated() -> usize {
+        ALLOCATED.load(Ordering::Relaxed)
     }
 
     /// Length in bytes.
@@ -64,6 +74,12 @@ impl HostBuf {
     /// The bytes as u16, to write.
     pub fn u16_mut(&mut self) -> &mut [u16] {
         cast::u16s_mut(self.bytes_mut())
+    }
+}
+
+impl Drop for HostBuf {
+    fn drop(&mut self) {
+        ALLOCATED.fetch_sub(self.len, Ordering::Relaxed);
     }
 }
 

@@ -8,7 +8,7 @@ use super::shard::Shard;
 use super::source::ModelSource;
 use anyhow::{Context, Result};
 use mainstem_kernels::{
-    Backend, DeviceError, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
+    Backend, DeviceError, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
 };
 
 /// What a device's actor drives. The type of the backend ends here.
@@ -26,9 +26,12 @@ pub struct ExecutorReport {
     /// Name, instruction set and threads of the device.
     pub device: String,
     pub tensors: Vec<TensorRecord>,
+    /// Weights, and the table of rotary positions.
     pub weight_bytes: usize,
     pub kv_bytes: usize,
     pub activation_bytes: usize,
+    /// What the backend needs beside them for its steps.
+    pub step_bytes: usize,
 }
 
 /// The cache's number format and size: everything of it that the model does not say.
@@ -46,15 +49,16 @@ pub struct ModelExecutor<B: Backend> {
     shard: Shard,
     kv: Vec<KvLayer<B::Buf>>,
     act: Activations<B::Buf>,
-    limits: StepLimits,
-    kv_layout: KvLayout,
+    report: ExecutorReport,
 }
 
 impl<B: Backend> ModelExecutor<B> {
     /// Loads the model and allocates all that steps within `limits` need.
     pub fn new(mut backend: B, source: &ModelSource, kv: KvPlan, limits: StepLimits) -> Result<Self> {
         let shard = Shard::whole(source.spec.layers);
+        let mut measure = Measure::begin();
         let model = load::load(&mut backend, source, &shard, limits.positions)?;
+        let weight_bytes = measure.since_last();
         let kv_layout = kv_layout(source, kv, limits.page_positions);
         let caches = shard
             .layers
@@ -62,18 +66,27 @@ impl<B: Backend> ModelExecutor<B> {
             .map(|_| backend.alloc_kv(kv_layout))
             .collect::<Result<_, _>>()
             .context("allocating the KV cache")?;
+        let kv_bytes = measure.since_last();
         let act =
             Activations::new(&mut backend, &source.spec, &limits).context("allocating the activations")?;
+        let activation_bytes = measure.since_last();
         backend.prepare(&limits).context("allocating the step buffers")?;
-        Ok(ModelExecutor { backend, model, shard, kv: caches, act, limits, kv_layout })
+        let report = ExecutorReport {
+            device: backend.describe(),
+            tensors: model.tensors.clone(),
+            weight_bytes,
+            kv_bytes,
+            activation_bytes,
+            step_bytes: measure.since_last(),
+        };
+        Ok(ModelExecutor { backend, model, shard, kv: caches, act, report })
     }
 }
 
-/// Bytes of one page in all layers.
-pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> usize {
-    let per_position = 2 * source.spec.kv_width() * source.spec.layers;
-    // Sizes are bounded when the specification is read, and no type is wider than F32.
-    ty.bytes(per_position * page_positions).unwrap_or(per_position * page_positions * size_of::<f32>())
+/// Bytes of one page in all layers, before a backend's padding; `None` when they overflow.
+pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> Option<usize> {
+    let per_position = source.spec.kv_width().checked_mul(2 * source.spec.layers)?;
+    ty.bytes(per_position.checked_mul(page_positions)?)
 }
 
 fn kv_layout(source: &ModelSource, kv: KvPlan, page_positions: usize) -> KvLayout {
@@ -99,7 +112,6 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             &mut self.kv,
             &mut self.act,
             batch,
-            &self.limits,
             out,
         );
         assert_eq!(out.rows.len(), batch.samples.len(), "a result for each wanted row");
@@ -107,15 +119,21 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 
     fn report(&self) -> ExecutorReport {
-        let layout = &self.kv_layout;
-        let positions = layout.pages * layout.page_positions * self.shard.layers.len();
-        let elements = positions * layout.kv_heads * (layout.k_dim + layout.v_dim);
-        ExecutorReport {
-            device: self.backend.describe(),
-            tensors: self.model.tensors.clone(),
-            weight_bytes: self.model.weight_bytes(),
-            kv_bytes: layout.ty.bytes(elements).unwrap_or(0),
-            activation_bytes: Activations::<B::Buf>::bytes(&self.model.spec, &self.limits),
-        }
+        self.report.clone()
+    }
+}
+
+/// What is allocated from one look to the next. Buffers are counted for the whole process, so that what
+/// another device allocates meanwhile is counted too: good for a report, not for a decision.
+struct Measure(usize);
+
+impl Measure {
+    fn begin() -> Measure {
+        Measure(HostBuf::allocated())
+    }
+
+    fn since_last(&mut self) -> usize {
+        let now = HostBuf::allocated();
+        now.saturating_sub(std::mem::replace(&mut self.0, now))
     }
 }

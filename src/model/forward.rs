@@ -37,6 +37,8 @@ pub struct Activations<Buf> {
     wanted_h: Buf,
     /// (logit rows, vocabulary)
     logits: Buf,
+    /// Wanted rows whose logits have room at once.
+    logit_rows: usize,
 }
 
 impl<Buf> Activations<Buf> {
@@ -60,15 +62,16 @@ impl<Buf> Activations<Buf> {
             wanted: alloc(limits.logit_rows, spec.hidden)?,
             wanted_h: alloc(limits.logit_rows, spec.hidden)?,
             logits: alloc(limits.logit_rows, spec.vocab)?,
+            logit_rows: limits.logit_rows,
         })
     }
+}
 
-    /// Bytes of all buffers together.
-    pub fn bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
-        let row = 3 * spec.hidden + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.mlp.width;
-        let logit_row = 2 * spec.hidden + spec.vocab;
-        (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
-    }
+/// Bytes of all activations together.
+pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
+    let row = 3 * spec.hidden + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.mlp.width;
+    let logit_row = 2 * spec.hidden + spec.vocab;
+    (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
 }
 
 /// One step of the whole batch: for each layer, every row. The serving schedule.
@@ -79,7 +82,6 @@ pub fn step_major<B: Backend>(
     kv: &mut [KvLayer<B::Buf>],
     act: &mut Activations<B::Buf>,
     batch: &StepBatch,
-    limits: &StepLimits,
     out: &mut StepOutput,
 ) {
     let rows = batch.rows();
@@ -95,7 +97,7 @@ pub fn step_major<B: Backend>(
         attention(b, &model.spec, cache, act);
         after_attention(b, &model.spec, block, rows, act);
     }
-    head(b, &model.spec, stack, batch.samples.len(), limits.logit_rows, act, out);
+    head(b, &model.spec, stack, batch.samples.len(), act, out);
 }
 
 /// x = the embeddings of the step's tokens.
@@ -161,12 +163,11 @@ pub fn head<B: Backend>(
     spec: &ModelSpec,
     stack: &Stack<B::Buf>,
     wanted: usize,
-    logit_rows: usize,
     act: &mut Activations<B::Buf>,
     out: &mut StepOutput,
 ) {
-    for first in (0..wanted).step_by(logit_rows) {
-        let block = first..wanted.min(first + logit_rows);
+    for first in (0..wanted).step_by(act.logit_rows) {
+        let block = first..wanted.min(first + act.logit_rows);
         b.gather(block.clone(), spec.hidden, &act.x, &mut act.wanted);
         b.norm(block.len(), &stack.norm, &act.wanted, &mut act.wanted_h);
         b.matmul(block.len(), stack.head(), None, &act.wanted_h, &mut act.logits);

@@ -1,16 +1,16 @@
 //! From a checkpoint's tensors to a model in a device's memory.
 //!
-//! Invariant: every tensor the specification needs is there with the right shape, and every tensor of the
-//! file is used or listed as ignored; otherwise nothing is loaded.
+//! Invariant: a matrix keeps the number format it is stored in, a vector becomes F32, and what was loaded is
+//! recorded tensor by tensor.
 
 use super::rope;
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::spec::{ModelSpec, TensorNames};
+use super::tensors::bias_name;
 use crate::formats::{Checkpoint, TensorView};
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::{Backend, Norm, QuantType, Rope, Weight};
-use std::collections::BTreeSet;
 
 /// The layers of one network in a device's memory. An encoder-decoder model has two.
 pub struct Model<Buf> {
@@ -113,77 +113,12 @@ pub fn load<B: Backend>(
     shard: &Shard,
     positions: usize,
 ) -> Result<Model<B::Buf>> {
-    check_names(source)?;
     let mut loader =
         Loader { backend, checkpoint: &source.checkpoint, spec: &source.spec, tensors: Vec::new() };
     let decoder =
         loader.stack(shard, positions).with_context(|| format!("loading {}", source.path.display()))?;
     let tensors = loader.tensors;
     Ok(Model { spec: source.spec.clone(), encoder: None, decoder: Some(decoder), tensors })
-}
-
-/// Every tensor of the file must be known by name, and every needed name must be in the file.
-fn check_names(source: &ModelSource) -> Result<()> {
-    let needed = needed_names(&source.spec);
-    let missing: Vec<&str> =
-        needed.iter().map(String::as_str).filter(|name| source.checkpoint.tensor(name).is_none()).collect();
-    let unknown: Vec<&str> = source
-        .checkpoint
-        .names()
-        .filter(|name| !needed.contains(*name) && !source.spec.tensors.is_ignored(name))
-        // A tied head is often stored all the same; the embedding is what counts.
-        .filter(|name| !(source.spec.tied_head && *name == source.spec.tensors.head))
-        .collect();
-    if !missing.is_empty() {
-        bail!("{}: missing {}", source.path.display(), some_of(&missing));
-    }
-    if !unknown.is_empty() {
-        bail!("{}: the specification has no use for {}", source.path.display(), some_of(&unknown));
-    }
-    Ok(())
-}
-
-fn some_of(names: &[&str]) -> String {
-    const SHOWN: usize = 4;
-    let shown = names.iter().take(SHOWN).map(|name| format!("'{name}'")).collect::<Vec<_>>().join(", ");
-    match names.len().saturating_sub(SHOWN) {
-        0 => format!("tensor {shown}"),
-        more => format!("tensors {shown} and {more} more"),
-    }
-}
-
-fn needed_names(spec: &ModelSpec) -> BTreeSet<String> {
-    let names = &spec.tensors;
-    let mut needed = BTreeSet::from([names.embedding.clone(), names.norm.clone()]);
-    if !spec.tied_head {
-        needed.insert(names.head.clone());
-    }
-    for layer in 0..spec.layers {
-        let mut linear = |pattern: &str, bias: bool| {
-            let name = TensorNames::in_layer(pattern, layer);
-            if bias {
-                needed.insert(bias_name(&name));
-            }
-            needed.insert(name);
-        };
-        for pattern in [&names.attention_norm, &names.mlp_norm] {
-            linear(pattern, false);
-        }
-        for pattern in [&names.q, &names.k, &names.v, &names.o] {
-            linear(pattern, spec.attention.bias);
-        }
-        for pattern in [&names.gate, &names.up, &names.down] {
-            linear(pattern, spec.mlp.bias);
-        }
-    }
-    needed
-}
-
-fn bias_name(weight: &str) -> String {
-    match weight.strip_suffix(".weight") {
-        Some(stem) => format!("{stem}.bias"),
-        None => format!("{weight}.bias"),
-    }
 }
 
 struct Loader<'a, B: Backend> {

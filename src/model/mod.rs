@@ -5,6 +5,8 @@
 
 pub mod spec;
 
+pub mod tensors;
+
 pub mod source;
 
 pub mod shard;

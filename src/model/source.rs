@@ -1,9 +1,10 @@
 //! A model as the user names it: a hub's model folder, or a llama2.c file.
 //!
-//! Invariant: after `open` everything that was said about the model is read and consistent; no tensor
-//! has been touched yet.
+//! Invariant: after `open` everything that was said about the model is read and consistent, tensors' names
+//! and shapes included; none of their numbers has been touched yet.
 
 use super::spec::{ModelSpec, SpecFile};
+use super::tensors;
 use crate::formats::{Checkpoint, GenerationConfig, HubConfig, Llama2cHeader};
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
@@ -38,6 +39,7 @@ impl ModelSource {
         let found = path.metadata().with_context(|| format!("cannot open the model {}", path.display()))?;
         let source =
             if found.is_dir() { open_folder(path, spec_file) } else { open_llama2c(path, spec_file) }?;
+        tensors::check(path, &source.spec, &source.checkpoint)?;
         for id in &source.eos {
             ensure!(
                 (*id as usize) < source.spec.vocab,

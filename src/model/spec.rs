@@ -255,7 +255,10 @@ impl ModelSpec {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.attention;
         ensure!(heads % kv_heads == 0, "{heads} heads cannot share {kv_heads} KV heads evenly");
         ensure!(self.q_width() <= LARGEST, "{heads} heads of {head_dim} are more than {LARGEST}");
-        ensure!(self.rope.dims % 2 == 0, "rotary positions need an even head dimension, not {head_dim}");
+        ensure!(
+            self.rope.dims.is_multiple_of(2),
+            "rotary positions need an even head dimension, not {head_dim}"
+        );
         ensure!(self.norm_eps > 0.0 && self.norm_eps < 1.0, "a norm epsilon of {} is none", self.norm_eps);
         Ok(())
     }

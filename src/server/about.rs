@@ -18,14 +18,16 @@ pub async fn models(app: web::Data<App>) -> HttpResponse {
     HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card] })
 }
 
-/// `GET /health`: 503 on the way out, and when requests are in flight but the decode loop stands still.
+/// `GET /health`: 503 on the way out, when requests are in flight but the decode loop stands still, and when
+/// the engine is past serving.
 pub async fn health(app: web::Data<App>) -> HttpResponse {
     let status = &app.parts.status;
     let stalled = status.pending() > 0 && status.since_beat() > app.config.stalled_after;
-    let (mut response, word) = match (status.is_draining(), stalled) {
-        (true, _) => (HttpResponse::ServiceUnavailable(), "draining"),
-        (false, true) => (HttpResponse::ServiceUnavailable(), "stalled"),
-        (false, false) => (HttpResponse::Ok(), "ok"),
+    let (mut response, word) = match (status.has_failed(), status.is_draining(), stalled) {
+        (true, _, _) => (HttpResponse::ServiceUnavailable(), "failed"),
+        (_, true, _) => (HttpResponse::ServiceUnavailable(), "draining"),
+        (_, _, true) => (HttpResponse::ServiceUnavailable(), "stalled"),
+        (false, false, false) => (HttpResponse::Ok(), "ok"),
     };
     response.json(wire::Health { status: word })
 }

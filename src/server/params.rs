@@ -5,6 +5,7 @@
 
 use super::access::random;
 use super::error::ApiError;
+use crate::actors::engine::TOP_LOGPROBS;
 use crate::actors::reply::Echo;
 use crate::request::Sampling;
 use serde_json::{Map, Value};
@@ -13,7 +14,7 @@ use serde_json::{Map, Value};
 const MAX_TOKENS: u32 = 16;
 
 /// Most likely tokens that can be asked for beside each token.
-const LOGPROBS_MAX: i64 = 20;
+const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
 
 /// What a client wants, with the API's defaults filled in. Ranges are intake's to check.
 #[derive(Clone, Debug, PartialEq)]

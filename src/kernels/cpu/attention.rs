@@ -143,17 +143,24 @@ fn scatter<C: Code>(values: &[f32], column: usize, block: &mut [C::Raw]) {
     }
 }
 
-/// out (rows, heads, v_dim) for q (rows, heads, k_dim). `scratch` holds `scratch_len` numbers per thread.
+/// What attention reads.
+pub struct Inputs<'a> {
+    pub shape: &'a AttentionShape,
+    /// (rows, heads, k_dim).
+    pub q: &'a [f32],
+    pub cache: &'a KvLayer<HostBuf>,
+}
+
+/// out (rows, heads, v_dim). `scratch` holds `scratch_len` numbers per thread.
 pub fn attention(
     pool: &mut Pool,
     level: Level,
     step: &mut Step,
-    shape: &AttentionShape,
-    q: &[f32],
-    cache: &KvLayer<HostBuf>,
+    inputs: Inputs,
     out: &mut [f32],
     scratch: &mut [f32],
 ) {
+    let Inputs { shape, q, cache } = inputs;
     let layout = cache.layout;
     assert!(shape.heads.is_multiple_of(layout.kv_heads), "query heads share KV heads evenly");
     assert_eq!(layout.page_positions, step.limits.page_positions, "pages of one size");
@@ -313,8 +320,8 @@ impl<C: Code> Tile<'_, '_, C> {
     fn scores<S: Simd, const T: usize>(&self, simd: S, first: usize, k: &[C::Raw]) -> [[S::V; 2]; T] {
         let k_dim = self.op.places.layout.k_dim;
         let mut q = [&self.op.q[..0]; T];
-        for t in 0..T {
-            q[t] = &self.op.q[self.vector(first + t) * k_dim..][..k_dim];
+        for (t, q) in q.iter_mut().enumerate() {
+            *q = &self.op.q[self.vector(first + t) * k_dim..][..k_dim];
         }
         let mut scores = [[simd.splat(0.0); 2]; T];
         for (d, k) in k.as_chunks::<LANES>().0.as_chunks::<2>().0.iter().enumerate() {

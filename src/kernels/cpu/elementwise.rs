@@ -3,7 +3,7 @@
 //! Invariant: each row is computed by one thread, from that row alone.
 
 use super::pool::Pool;
-use super::simd::{Code, ForCode, Kernel, LANES, Level, Simd, exp, load_part, store_part, with_code};
+use super::simd::{Code, F32, ForCode, Kernel, LANES, Level, Simd, exp, load_part, store_part, with_code};
 use super::step::Step;
 use crate::backend::{Activation, Norm, Rope, RopeStyle, Weight};
 use crate::host::HostBuf;
@@ -31,7 +31,7 @@ impl Kernel for NormRow<'_> {
         let (x, x_rest) = self.x.as_chunks::<LANES>();
         let (weight, weight_rest) = self.weight.as_chunks::<LANES>();
         let (y, y_rest) = self.y.as_chunks_mut::<LANES>();
-        let last = load_part::<S, super::simd::F32>(simd, x_rest);
+        let last = load_part::<S, F32>(simd, x_rest);
         let mut squares = simd.splat(0.0);
         for x in x {
             let x = simd.load(x);
@@ -44,7 +44,7 @@ impl Kernel for NormRow<'_> {
             let scaled = simd.mul(simd.load(&x[i]), inverse);
             simd.store(simd.mul(scaled, simd.load(&weight[i])), &mut y[i]);
         }
-        let weight = load_part::<S, super::simd::F32>(simd, weight_rest);
+        let weight = load_part::<S, F32>(simd, weight_rest);
         store_part(simd, simd.mul(simd.mul(last, inverse), weight), y_rest);
     }
 }
@@ -129,8 +129,8 @@ impl Kernel for SiluGated<'_> {
             let activated = silu(simd, simd.load(&gate[i]));
             simd.store(simd.mul(activated, simd.load(&up[i])), &mut gate[i]);
         }
-        let activated = silu(simd, load_part::<S, super::simd::F32>(simd, gate_rest));
-        let up = load_part::<S, super::simd::F32>(simd, up_rest);
+        let activated = silu(simd, load_part::<S, F32>(simd, gate_rest));
+        let up = load_part::<S, F32>(simd, up_rest);
         store_part(simd, simd.mul(activated, up), gate_rest);
     }
 }
@@ -144,7 +144,7 @@ impl Kernel for SiluPlain<'_> {
         for gate in gate {
             simd.store(silu(simd, simd.load(gate)), gate);
         }
-        store_part(simd, silu(simd, load_part::<S, super::simd::F32>(simd, rest)), rest);
+        store_part(simd, silu(simd, load_part::<S, F32>(simd, rest)), rest);
     }
 }
 

@@ -6,8 +6,9 @@
 //!
 //! 1. x is packed: rows in tiles of R, within a tile 16 columns of one row after 16 of the next. A tile is
 //!    read in one run, whatever its rows' distance, and needs no special end.
-//! 2. Rows of one tile: the weights stream from memory into the products, several outs at a time, so that
-//!    there are enough independent sums and enough open memory streams.
+//! 2. Few rows: the weights stream from memory into the products, several outs at a time, so that there are
+//!    enough independent sums and enough open memory streams. A second tile finds them in the cache, and
+//!    converting them again costs less than storing them converted.
 //! 3. More rows: a panel of outs is converted to F32 once, packed as x is, and kept in the second-level
 //!    cache while all tiles of x pass by. R x O sums stay in registers.
 //! 4. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
@@ -24,7 +25,7 @@ use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Vectors of columns between two cuts.
-const CUT: usize = 64;
+const CUT: usize = 32;
 /// F32 numbers of a panel: half of a second-level cache of 2 MiB.
 const PANEL: usize = 256 * 1024;
 /// Outs of a panel.
@@ -34,6 +35,10 @@ const TILE_ROWS_MAX: usize = 8;
 const TILE_OUTS_MAX: usize = 3;
 /// Bytes of weights that a streaming item takes.
 const STREAM_BYTES: usize = 128 * 1024;
+/// Outs of a streaming item come in multiples of this, which all tiles' outs divide.
+const STREAM_OUTS: usize = 24;
+/// Up to this many rows, weights stream.
+const STREAM_ROWS: usize = 16;
 /// Products that are not worth a second thread.
 const SMALL: usize = 64 * 1024;
 
@@ -120,7 +125,7 @@ impl<S: Simd> ForCode for Typed<'_, S> {
             tiles,
             y: Parts::new(y),
         };
-        if tiles.count == 1 {
+        if rows <= STREAM_ROWS {
             product.stream_all(pool, simd);
         } else {
             product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len);
@@ -201,6 +206,11 @@ impl<C: Code> Product<'_, C> {
         self.x.len() / (self.steps * LANES)
     }
 
+    /// x of a tile's rows: (steps, tile rows, 16).
+    fn tile(&self, rows: &Range<usize>) -> &[f32] {
+        &self.x[rows.start * self.steps * LANES..rows.end * self.steps * LANES]
+    }
+
     /// Outs of one work item: `wanted` of them, fewer where that leaves threads idle, a multiple of `tile`.
     fn outs_each(&self, threads: usize, wanted: usize, tile: usize) -> usize {
         if self.rows() * self.out * self.inp <= SMALL || threads == 1 {
@@ -219,30 +229,36 @@ impl<C: Code> Product<'_, C> {
     }
 
     fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
-        match (S::TILE_OUTS, self.rows()) {
-            (_, 0) => {}
-            (2, 1) => self.stream::<S, 1, 4>(pool, simd),
-            (2, 2) => self.stream::<S, 2, 2>(pool, simd),
-            (2, 3) => self.stream::<S, 3, 2>(pool, simd),
-            (3, 1) => self.stream::<S, 1, 8>(pool, simd),
-            (3, 2) => self.stream::<S, 2, 8>(pool, simd),
-            (3, 3) => self.stream::<S, 3, 6>(pool, simd),
-            (3, 4) => self.stream::<S, 4, 6>(pool, simd),
-            (3, 5) => self.stream::<S, 5, 4>(pool, simd),
-            (3, 6) => self.stream::<S, 6, 4>(pool, simd),
-            (3, 7) => self.stream::<S, 7, 3>(pool, simd),
-            (3, 8) => self.stream::<S, 8, 3>(pool, simd),
-            (outs, rows) => unreachable!("no tile of {rows} rows and {outs} outs; this is a bug"),
-        }
-    }
-
-    fn stream<S: Simd, const R: usize, const O: usize>(&self, pool: &mut Pool, simd: S) {
         let wanted = match self.rows() * self.out * self.inp <= SMALL {
             true => self.out,
             false => STREAM_BYTES / (self.inp * size_of::<C::Raw>()).min(STREAM_BYTES),
         };
-        let outs_each = self.outs_each(pool.threads(), wanted, O);
-        self.for_outs(pool, outs_each, |_, outs| simd.call(Stream::<C, R, O> { product: self, outs }));
+        let outs_each = self.outs_each(pool.threads(), wanted, STREAM_OUTS);
+        self.for_outs(pool, outs_each, |_, outs| {
+            for tile in 0..self.tiles.count {
+                self.stream(simd, self.tiles.rows_of(tile), outs.clone());
+            }
+        });
+    }
+
+    /// Outs side by side: as many as leave registers for the sums.
+    fn stream<S: Simd>(&self, simd: S, rows: Range<usize>, outs: Range<usize>) {
+        let product = self;
+        match (S::TILE_OUTS, rows.len()) {
+            (_, 0) => {}
+            (2, 1) => simd.call(Stream::<C, 1, 4> { product, rows, outs }),
+            (2, 2) => simd.call(Stream::<C, 2, 2> { product, rows, outs }),
+            (2, 3) => simd.call(Stream::<C, 3, 2> { product, rows, outs }),
+            (3, 1) => simd.call(Stream::<C, 1, 8> { product, rows, outs }),
+            (3, 2) => simd.call(Stream::<C, 2, 8> { product, rows, outs }),
+            (3, 3) => simd.call(Stream::<C, 3, 6> { product, rows, outs }),
+            (3, 4) => simd.call(Stream::<C, 4, 6> { product, rows, outs }),
+            (3, 5) => simd.call(Stream::<C, 5, 4> { product, rows, outs }),
+            (3, 6) => simd.call(Stream::<C, 6, 4> { product, rows, outs }),
+            (3, 7) => simd.call(Stream::<C, 7, 3> { product, rows, outs }),
+            (3, 8) => simd.call(Stream::<C, 8, 3> { product, rows, outs }),
+            (outs, rows) => unreachable!("no tile of {rows} rows and {outs} outs; this is a bug"),
+        }
     }
 
     fn panel_all<S: Simd>(&self, pool: &mut Pool, simd: S, panels: &mut HostBuf, panel_len: usize) {
@@ -281,9 +297,8 @@ impl<C: Code> Product<'_, C> {
     ) {
         for at in (0..count).step_by(4) {
             let mut four = [sums[at]; 4];
-            for i in 1..4.min(O - at) {
-                four[i] = sums[at + i];
-            }
+            let some = four.len().min(O - at);
+            four[..some].copy_from_slice(&sums[at..at + some]);
             let four = simd.sum4(four);
             // SAFETY: an out belongs to one item, so no other thread writes these elements.
             let y = unsafe {
@@ -300,9 +315,10 @@ impl<C: Code> Product<'_, C> {
     }
 }
 
-/// R rows with a run of outs, O at a time, straight from the stored weights.
+/// A tile of R rows with a run of outs, O at a time, straight from the stored weights.
 struct Stream<'a, C: Code, const R: usize, const O: usize> {
     product: &'a Product<'a, C>,
+    rows: Range<usize>,
     outs: Range<usize>,
 }
 
@@ -312,7 +328,8 @@ impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let product = self.product;
-        let (x, _) = product.x.as_chunks::<LANES>().0.as_chunks::<R>();
+        let x = product.tile(&self.rows);
+        let (x, _) = x.as_chunks::<LANES>().0.as_chunks::<R>();
         let (whole, last) = x.split_at(product.inp / LANES);
         for first in self.outs.clone().step_by(O) {
             // Outs beyond the last repeat it; their sums are not stored.
@@ -342,7 +359,7 @@ impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
             }
             let count = O.min(self.outs.end - first);
             for (r, sums) in sums.iter().enumerate() {
-                product.put(simd, r, first, sums, count);
+                product.put(simd, self.rows.start + r, first, sums, count);
             }
         }
     }
@@ -406,8 +423,8 @@ impl<C: Code> Panel<'_, C> {
             simd.call(Convert::<C, O> { product: self.product, first, panel: out_tiles * O, steps, w });
         }
         let rows = self.product.tiles.rows_of(tile);
-        let at = (rows.start * self.product.steps + steps.start * rows.len()) * LANES;
-        let x = &self.product.x[at..][..steps.len() * rows.len() * LANES];
+        let step_len = rows.len() * LANES;
+        let x = &self.product.tile(&rows)[steps.start * step_len..steps.end * step_len];
         let tile_len = rows.len() * O * LANES;
         let sums = &mut self.sums[out_tile * tile_len..][..tile_len];
         match rows.len() {
@@ -522,9 +539,8 @@ impl<C: Code, const O: usize> Kernel for Finish<'_, '_, C, O> {
             for first in (0..panel.outs.len()).step_by(4) {
                 let mut four = [simd.splat(0.0); 4];
                 let count = four.len().min(panel.outs.len() - first);
-                for i in 0..count {
-                    let out = first + i;
-                    four[i] = simd.load(&sums[(out / O * rows + r) * O + out % O]);
+                for (out, v) in (first..).zip(&mut four[..count]) {
+                    *v = simd.load(&sums[(out / O * rows + r) * O + out % O]);
                 }
                 panel.product.put(simd, self.rows.start + r, panel.outs.start + first, &four, count);
             }

@@ -223,7 +223,8 @@ impl Backend for CpuBackend {
     ) {
         let step = self.step.as_mut().expect(UNPREPARED);
         let scratch = self.attention.as_mut().expect("alloc_kv made the cache; this is a bug").f32_mut();
-        attention::attention(&mut self.pool, self.level, step, shape, q.f32(), cache, out.f32_mut(), scratch);
+        let inputs = attention::Inputs { shape, q: q.f32(), cache };
+        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 
     fn activate(

@@ -338,7 +338,9 @@ mod tests {
             assert_eq!(ran.load(Ordering::Relaxed), 64);
         }
         let sum = AtomicUsize::new(0);
-        pool.run(10, |_, item| drop(sum.fetch_add(item, Ordering::Relaxed)));
+        pool.run(10, |_, item| {
+            sum.fetch_add(item, Ordering::Relaxed);
+        });
         assert_eq!(sum.into_inner(), 45);
     }
 

@@ -150,17 +150,22 @@ impl Level {
 pub trait Code: Send + Sync + 'static {
     /// One stored number.
     type Raw: Copy + Default + Send + Sync + 'static;
+    /// Sixteen codes, widened exactly.
     fn load<S: Simd>(simd: S, codes: &[Self::Raw; LANES]) -> S::V;
     /// The nearest codes of `values`.
     fn encode(values: &[f32], codes: &mut [Self::Raw]);
     /// The values of `codes`.
     fn decode(codes: &[Self::Raw], values: &mut [f32]);
+    /// A buffer's codes.
     fn of(buf: &HostBuf) -> &[Self::Raw];
     fn of_mut(buf: &mut HostBuf) -> &mut [Self::Raw];
 }
 
+/// [`QuantType::F32`].
 pub struct F32;
+/// [`QuantType::F16`].
 pub struct F16;
+/// [`QuantType::BF16`].
 pub struct Bf16;
 
 impl Code for F32 {
@@ -264,8 +269,8 @@ pub const SHIFT: f32 = 12_582_912.0;
 pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     const SERIES: [f32; 7] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
     // ln 2 in two parts; the products of n and the first are exact.
-    const LN_2_HIGH: f32 = 0.693_359_375;
-    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const LN_2_HIGH: f32 = 355.0 / 512.0;
+    const LN_2_LOW: f32 = (std::f64::consts::LN_2 - LN_2_HIGH as f64) as f32;
     // Beyond these bounds lie 0 and infinity.
     let x = simd.max(simd.splat(-104.0), simd.min(simd.splat(89.0), x));
     let shifted = simd.mul_add(x, simd.splat(std::f32::consts::LOG2_E), simd.splat(SHIFT));

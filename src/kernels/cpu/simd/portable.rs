@@ -4,7 +4,6 @@
 //! from those of the sets with fused multiply-add.
 
 use super::{Kernel, LANES, SHIFT, Simd};
-use half::{bf16, f16};
 
 /// No instruction set in particular.
 #[derive(Clone, Copy)]
@@ -15,6 +14,17 @@ type V = [f32; LANES];
 #[inline(always)]
 fn zip(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
     std::array::from_fn(|i| op(a[i], b[i]))
+}
+
+/// The value of an F16, without branches or table, so that it vectorises.
+#[inline(always)]
+fn widen_f16(x: u16) -> f32 {
+    const EXPONENT: u32 = 0x7c00;
+    let (magnitude, sign) = (u32::from(x & 0x7fff), u32::from(x & 0x8000) << 16);
+    // The product moves the exponent from one bias to the other, and makes small numbers normal.
+    let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let not_finite = magnitude << 13 | 0x7f80_0000;
+    f32::from_bits(sign | if magnitude >= EXPONENT { not_finite } else { finite })
 }
 
 impl Simd for Portable {
@@ -37,11 +47,11 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load_f16(self, x: &[u16; LANES]) -> V {
-        x.map(|x| f16::from_bits(x).to_f32())
+        x.map(widen_f16)
     }
     #[inline(always)]
     fn load_bf16(self, x: &[u16; LANES]) -> V {
-        x.map(|x| bf16::from_bits(x).to_f32())
+        x.map(|x| f32::from_bits(u32::from(x) << 16))
     }
     #[inline(always)]
     fn store(self, v: V, to: &mut [f32; LANES]) {

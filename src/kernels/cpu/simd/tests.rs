@@ -146,3 +146,29 @@ fn sums_follow_their_tree_and_first_takes_lanes() {
         }
     }
 }
+
+#[test]
+fn half_precision_codes_have_the_values_of_their_format() {
+    struct Widen([u16; LANES]);
+    impl Kernel for Widen {
+        type Out = [[f32; LANES]; 2];
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) -> Self::Out {
+            let mut values = [[0.0; LANES]; 2];
+            simd.store(simd.load_f16(&self.0), &mut values[0]);
+            simd.store(simd.load_bf16(&self.0), &mut values[1]);
+            values
+        }
+    }
+    let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+    for level in levels() {
+        for first in (0..=u16::MAX).step_by(LANES) {
+            let codes: [u16; LANES] = std::array::from_fn(|i| first + i as u16);
+            let [f16s, bf16s] = level.run(Widen(codes));
+            for (i, code) in codes.into_iter().enumerate() {
+                assert!(same(f16s[i], half::f16::from_bits(code).to_f32()), "F16 {code:#x}");
+                assert!(same(bf16s[i], half::bf16::from_bits(code).to_f32()), "BF16 {code:#x}");
+            }
+        }
+    }
+}
