@@ -20,12 +20,12 @@ pub mod cpu;
 pub mod conformance;
 
 pub use backend::{
-    Activation, AttentionShape, Backend, DeviceError, KvLayer, KvLayout, Norm, Rope, RopeStyle,
-    StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, KvLayer, KvLayout, Norm, Rope, RopeStyle, StepLimits,
+    Weight,
 };
 pub use batch::{
-    PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens,
-    StepBatch, StepOutput, TableUpdate, Want,
+    PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch,
+    StepOutput, TableUpdate, Want,
 };
 pub use host::HostBuf;
 pub use quant::QuantType;

@@ -1,0 +1,95 @@
+//! Sizes, pseudo-random inputs, and comparisons that name what differs.
+
+use super::Bounds;
+use super::rig::Answers;
+use crate::backend::StepLimits;
+use crate::quant::QuantType;
+use crate::random::philox;
+use std::fmt::Arguments;
+
+pub(super) const WIDTHS: [usize; 7] = [1, 7, 16, 33, 64, 172, 300];
+pub(super) const ROWS: [usize; 7] = [1, 2, 3, 5, 7, 17, 64];
+pub(super) const HEAD_DIMS: [usize; 6] = [8, 10, 12, 64, 80, 128];
+pub(super) const KV_HEADS: [usize; 3] = [1, 2, 3];
+pub(super) const GROUPS: [usize; 3] = [1, 2, 8];
+pub(super) const PAGE_POSITIONS: [usize; 3] = [32, 64, 128];
+/// Pages of every test's pool, the sink included.
+pub(super) const POOL: usize = 64;
+
+pub(super) fn limits(page_positions: usize) -> StepLimits {
+    StepLimits {
+        slots: 8,
+        rows: 160,
+        logit_rows: 8,
+        positions: 512,
+        page_positions,
+        top_logprobs: 8,
+        vocab: 57,
+    }
+}
+
+/// The token of a sequence at a position; below every test's vocabulary.
+pub(super) fn text(sequence: u32, position: usize) -> u32 {
+    philox([sequence, position as u32, 0, 0], [3, 0])[0] % 57
+}
+
+/// Logits that leave no choice.
+pub(super) fn one_hot(token: u32, vocab: usize) -> impl Iterator<Item = f32> {
+    (0..vocab as u32).map(move |id| if id == token { 5.0 } else { 0.0 })
+}
+
+/// `n` pseudo-random numbers in [-1, 1] with full mantissas, the same for the same `tag`.
+pub fn noise(tag: u32, n: usize) -> Vec<f32> {
+    let words = (0..n.div_ceil(4) as u32).flat_map(|i| philox([i, tag, 0, 0], [1, 2]));
+    words.take(n).map(|word| word as i32 as f32 / (1u32 << 31) as f32).collect()
+}
+
+pub(super) fn scaled(tag: u32, n: usize, factor: f32) -> Vec<f32> {
+    noise(tag, n).into_iter().map(|v| v * factor).collect()
+}
+
+pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {
+    ROWS.into_iter().flat_map(|rows| WIDTHS.map(|width| (rows, width)))
+}
+
+pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
+    let mut bytes = vec![0; ty.bytes(values.len()).expect("the suite's sizes are whole blocks")];
+    (ty.row().quantize)(values, &mut bytes);
+    bytes
+}
+
+/// Each element within `bound` times its magnitude of the oracle's.
+pub(super) fn close(
+    what: Arguments,
+    got: &[f32],
+    want: &[f32],
+    bound: f32,
+    magnitude: impl Fn(usize) -> f32,
+) {
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let allowed = bound * magnitude(i) + f32::MIN_POSITIVE;
+        let ok = (got - want).abs() <= allowed;
+        assert!(ok, "{what}: element {i}: got {got}, oracle {want}, allowed difference {allowed}");
+    }
+}
+
+/// The same bits, or, with a bound, each element within `bound` times the largest.
+pub(super) fn same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
+    if bound > 0.0 {
+        let largest = want.iter().fold(0f32, |largest, v| largest.max(v.abs()));
+        return close(what, got, want, bound, |_| largest);
+    }
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!(got.to_bits() == want.to_bits(), "{what}: element {i}: got {got:e}, expected {want:e}");
+    }
+}
+
+/// All rows of `got` as in `want`.
+pub(super) fn same_answers(what: Arguments, got: &Answers, want: &Answers, bounds: &Bounds) {
+    for ((sequence, position), got) in got {
+        let what = format_args!("{what}, sequence {sequence}, position {position}");
+        same(what, got, &want[&(*sequence, *position)], bounds.company);
+    }
+}

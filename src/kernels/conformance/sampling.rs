@@ -1,0 +1,118 @@
+//! Drawing and scoring, against the one definition.
+
+use super::Bounds;
+use super::inputs::*;
+use super::rig::*;
+use crate::backend::{Backend, StepLimits};
+use crate::batch::{SampleMode, SampleRow, SampledRow, StepOutput, Want};
+use crate::random::philox;
+use crate::reference::{draw, logprobs};
+use std::fmt::Arguments;
+
+/// Draws, scores and reports, exactly as `reference::draw` and `reference::logprobs` define them.
+pub fn sample<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for (vocab, steps) in [(1, 1), (5, 6), (1000, 8), (32_000, 1)] {
+        let limits = StepLimits { vocab, rows: SAMPLED, logit_rows: SAMPLED, ..limits(32) };
+        let mut rig = Rig::new(make(), limits);
+        for step in 0..steps {
+            sample_step(&mut rig, step, bounds);
+        }
+    }
+}
+
+/// Rows sampled in one step.
+const SAMPLED: usize = 64;
+
+fn sample_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
+    let vocab = rig.limits.vocab;
+    let logits: Vec<Vec<f32>> = (0..SAMPLED as u32).map(|row| logits_row(step, row, vocab)).collect();
+    let samples: Vec<SampleRow> = (0..SAMPLED as u32).map(|row| sample_row(step, row, vocab)).collect();
+    let mut batch = batch_of(&[Piece::given(0, 0, SAMPLED)], Want::All, &mut Book::scattered(32));
+    batch.samples = samples.clone();
+    let mut out = StepOutput::with_capacity(&rig.limits);
+    rig.begin(batch);
+    for block in [0..1, 1..40, 40..SAMPLED] {
+        let buf = rig.put(&logits[block.clone()].concat());
+        rig.backend.sample(block, &buf, &mut out);
+    }
+    assert_eq!(out.rows.len(), SAMPLED, "sampled rows, vocabulary {vocab}");
+    let mut top_at = 0;
+    for (row, ((result, logits), sample)) in out.rows.iter().zip(&logits).zip(&samples).enumerate() {
+        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {sample:?}");
+        let expected = match sample.mode {
+            SampleMode::Draw => draw(logits, sample),
+            SampleMode::Score(token) => token,
+        };
+        assert_eq!(result.token, expected, "{what}: token");
+        assert_eq!(result.top_at, top_at, "{what}: place among the reported");
+        top_at += result.top_len;
+        check_logprobs(what, &out, result, (logits, sample), bounds);
+    }
+    assert_eq!(out.top.len(), top_at as usize, "reported tokens, vocabulary {vocab}");
+}
+
+fn check_logprobs(
+    what: Arguments,
+    out: &StepOutput,
+    result: &SampledRow,
+    (logits, sample): (&[f32], &SampleRow),
+    bounds: &Bounds,
+) {
+    let expected = logprobs(logits, sample.top_logprobs.into());
+    assert_eq!(result.top_len as usize, expected.top.len(), "{what}: number reported");
+    let near = |name: Arguments, got: f32, logit: f32| {
+        let want = expected.of(logit);
+        let allowed = bounds.elementwise * (2.0 * logit.abs() + want.abs() + 1.0);
+        // What a row without a distribution reports is nobody's concern.
+        let ok = !want.is_finite() || (got - want).abs() <= allowed;
+        assert!(ok, "{what}: {name}: got {got}, oracle {want}, allowed difference {allowed}");
+    };
+    if sample.logprob {
+        near(format_args!("log-probability"), result.logprob, logits[result.token as usize]);
+    } else {
+        assert!(result.logprob.is_nan(), "{what}: a log-probability nobody asked for");
+    }
+    for (rank, (got, want)) in out.top_of(result).iter().zip(&expected.top).enumerate() {
+        if want.1.is_finite() {
+            assert_eq!(got.0, want.0, "{what}: token at rank {rank}");
+            near(format_args!("log-probability at rank {rank}"), got.1, logits[got.0 as usize]);
+        }
+    }
+}
+
+/// Logits of many kinds: spread, tied, equal, flat, masked, with NaN and infinities.
+fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
+    let values = scaled(200 + step * 1000 + row, vocab, 10.0);
+    let every = |n: usize, fill: f32| move |(i, v): (usize, f32)| if i % n == n - 1 { fill } else { v };
+    let indexed = values.iter().copied().enumerate();
+    match row % 12 {
+        0..=2 => values,
+        3 => values.iter().map(|v| v.round()).collect(),
+        4 => vec![1.5; vocab],
+        5 => values.iter().map(|v| v * 1e-3).collect(),
+        6 => indexed.map(every(3, f32::NAN)).collect(),
+        7 => indexed.map(|(i, v)| if i % 7 == 0 { v } else { f32::NEG_INFINITY }).collect(),
+        8 => indexed.map(every(5, f32::INFINITY)).collect(),
+        9 => vec![[f32::NAN, f32::NEG_INFINITY][row as usize % 24 / 12]; vocab],
+        10 => values.iter().map(|v| v * 1e3).collect(),
+        _ => values.iter().map(|v| v.abs().sqrt() * [0.0, -0.0, 1.0][v.to_bits() as usize % 3]).collect(),
+    }
+}
+
+fn sample_row(step: u32, row: u32, vocab: usize) -> SampleRow {
+    let [a, b, c, d] = philox([row, step, 5, 0], [77, 0]);
+    let pick = |word: u32, shift: u32, n: usize| (word >> shift) as usize % n;
+    let logprob = pick(d, 0, 2) == 0;
+    let score = pick(d, 4, 6) == 0;
+    SampleRow {
+        mode: if score { SampleMode::Score(a % vocab as u32) } else { SampleMode::Draw },
+        position: row + step,
+        seed: u64::from(a) << 32 | u64::from(b),
+        temperature: [1.0, 0.7, 1.8, 0.2, 0.0, 1e-4, 100.0][pick(b, 3, 7)],
+        top_k: [0, 0, 0, 1, 2, 40, vocab as u32, vocab as u32 + 5][pick(c, 0, 8)],
+        top_p: [1.0, 1.0, 0.95, 0.5, 1e-6, 0.999_999][pick(c, 8, 6)],
+        min_p: [0.0, 0.0, 0.02, 0.5, 1.0][pick(c, 16, 5)],
+        logprob,
+        top_logprobs: if logprob { pick(d, 8, 9) as u8 } else { 0 },
+    }
+}
