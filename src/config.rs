@@ -334,7 +334,9 @@ fn split(key: &str) -> (&str, &str) {
 /// Every `section.name` of a table, and the names that stand in no section.
 fn keys(table: &Table) -> Vec<String> {
     let names = |(section, value): (&String, &Value)| match value {
-        Value::Table(inner) => inner.keys().map(|name| format!("{section}.{name}")).collect(),
+        Value::Table(inner) if !inner.is_empty() => {
+            inner.keys().map(|name| format!("{section}.{name}")).collect()
+        }
         _ => vec![section.clone()],
     };
     table.iter().flat_map(names).collect()

@@ -104,6 +104,9 @@ pub enum RequestError {
     /// 503: the server is shutting down.
     #[error("the server is shutting down and takes no new requests")]
     Draining,
+    /// 500: the engine is gone.
+    #[error("the engine is gone; this is a bug")]
+    EngineGone,
     /// 500: the device failed while the request was in flight.
     #[error("the device failed while the request was in flight: {0}")]
     DeviceFailed(String),

@@ -1,12 +1,14 @@
-//! Between `Run` and its answer nothing is allocated, on any thread: a counting allocator watches whole steps
-//! of a real model. A binary of its own, because the allocator is the process's.
+//! All memory is taken at start, and as much as was announced: between `Run` and its answer nothing is allocated,
+//! on any thread, neither from the allocator, which counts here, nor in buffers of the device. A binary of its own, because the allocator is the process's.
 
 use mainstem::model::ModelSource;
-use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, page_bytes};
+use mainstem::model::forward::activation_bytes;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch,
-    StepLimits, StepOutput, TableUpdate, Want,
+    Backend, HostBuf, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -34,6 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const SLOTS: u32 = 4;
+const KV: KvPlan = KvPlan { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
 
 fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: Want) -> Span {
     Span { model: SpanModel::Target, slot, start, tokens, table, want }
@@ -67,15 +70,13 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     vec![first, second]
 }
 
-fn main() {
-    a_step_allocates_nothing();
-    println!("test a_step_allocates_nothing ... ok");
+fn open(fixture: &str) -> ModelSource {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
+    ModelSource::open(&folder, None).expect("the fixture opens")
 }
 
-fn a_step_allocates_nothing() {
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gqa");
-    let source = ModelSource::open(&fixture, None).expect("the fixture opens");
-    let limits = StepLimits {
+fn limits(source: &ModelSource) -> StepLimits {
+    StepLimits {
         slots: SLOTS as usize,
         rows: 96,
         logit_rows: 8,
@@ -83,19 +84,64 @@ fn a_step_allocates_nothing() {
         page_positions: 32,
         top_logprobs: 5,
         vocab: source.spec.vocab,
-    };
+    }
+}
+
+fn main() {
+    a_step_allocates_nothing();
+    println!("test a_step_allocates_nothing ... ok");
+    what_is_allocated_is_what_the_formulas_say();
+    println!("test what_is_allocated_is_what_the_formulas_say ... ok");
+}
+
+/// The sizes by which memory is shared out before anything is allocated, against what then is. The heads of this
+/// fixture are whole vectors, so that no backend pads them.
+fn what_is_allocated_is_what_the_formulas_say() {
+    let source = open("f16");
+    let limits = limits(&source);
+    let page = page_bytes(&source, KV.ty, limits.page_positions).expect("a page is small");
+    let activations = activation_bytes(&source.spec, &limits);
+    let (oracle, all) = report_of(Reference::new(), &source);
+    assert_eq!((oracle.kv_bytes, oracle.activation_bytes), (page * KV.pages, activations));
+    // Matrices as they are stored, vectors in F32, and a cosine and a sine for each pair of a head.
+    let tensors = oracle.tensors.iter().map(|tensor| match tensor.shape.as_slice() {
+        [width] => width * size_of::<f32>(),
+        _ => tensor.bytes,
+    });
+    let rope = limits.positions * source.spec.rope.dims * size_of::<f32>();
+    assert_eq!(oracle.weight_bytes, tensors.sum::<usize>() + rope);
+    assert_eq!(oracle.weight_bytes + oracle.kv_bytes + oracle.activation_bytes + oracle.step_bytes, all);
+
     let backend = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
-    let kv = KvPlan { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
-    let mut executor = ModelExecutor::new(backend, &source, kv, limits).expect("the fixture loads");
+    let (cpu, all) = report_of(backend, &source);
+    assert_eq!(cpu.activation_bytes, activations);
+    // Beside the pages, the scratch of attention; it is less than a page even of this small model.
+    assert!((page * KV.pages..page * (KV.pages + 1)).contains(&cpu.kv_bytes), "{} bytes", cpu.kv_bytes);
+    assert_eq!(cpu.weight_bytes + cpu.kv_bytes + cpu.activation_bytes + cpu.step_bytes, all);
+}
+
+/// A model's own report, and the bytes of all buffers it has.
+fn report_of<B: Backend>(backend: B, source: &ModelSource) -> (ExecutorReport, usize) {
+    let before = HostBuf::allocated();
+    let executor = ModelExecutor::new(backend, source, KV, limits(source)).expect("the fixture loads");
+    (executor.report(), HostBuf::allocated() - before)
+}
+
+fn a_step_allocates_nothing() {
+    let source = open("gqa");
+    let limits = limits(&source);
+    let backend = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
+    let mut executor = ModelExecutor::new(backend, &source, KV, limits).expect("the fixture loads");
     let mut output = StepOutput::with_capacity(&limits);
     let mut batches = steps(&limits);
+    let buffers = HostBuf::allocated();
     for round in 0..20 {
         for (number, batch) in batches.iter_mut().enumerate() {
             batch.step = 1 + round * 2 + number as u64;
             let before = ALLOCATIONS.load(Ordering::SeqCst);
             executor.run(batch, &mut output).expect("the step runs");
             let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
-            assert_eq!(made, 0, "round {round}, step {number}");
+            assert_eq!((made, HostBuf::allocated()), (0, buffers), "round {round}, step {number}");
             assert_eq!(output.rows.len(), batch.samples.len());
         }
     }

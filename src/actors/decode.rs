@@ -191,7 +191,6 @@ impl MainStem {
                 plan.moves.is_empty() && plan.tables.is_empty(),
                 "without sequences nothing changes place"
             );
-            self.neighbours.status.rest();
         }
         let decoding = self.live.values().filter(|live| live.generated > 0).count();
         let budget = self.config.token_budget - decoding;

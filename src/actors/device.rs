@@ -150,3 +150,44 @@ fn said(panic: &(dyn Any + Send)) -> String {
         .or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
         .unwrap_or_else(|| "a panic without words".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Does nothing, well.
+    struct Idle;
+
+    impl Executor for Idle {
+        fn run(&mut self, _: &StepBatch, _: &mut StepOutput) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn report(&self) -> ExecutorReport {
+            ExecutorReport::default()
+        }
+    }
+
+    fn step(number: u64) -> Run {
+        let mut step = Box::new(Step::default());
+        step.batch.step = number;
+        Run(step)
+    }
+
+    #[actix::test]
+    async fn a_gap_in_the_numbers_is_a_fault_and_the_device_goes_on_from_there() {
+        let (built, count) = std::sync::mpsc::channel();
+        let factory: Factory = Box::new(move || {
+            built.send(())?;
+            Ok(Box::new(Idle))
+        });
+        let device = Device::new(factory).start();
+        device.send(Build).await.expect("the device answers").expect("it can be built");
+        for (number, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
+            let ran = device.send(step(number)).await.expect("the device answers");
+            assert_eq!((ran.result.is_ok(), ran.step.batch.step), (fits, number), "step {number}");
+        }
+        device.send(step(1)).await.expect("the device answers").result.expect("it was built anew");
+        assert_eq!(count.try_iter().count(), 3);
+    }
+}

@@ -10,7 +10,7 @@ use super::kv::Kv;
 use super::prefill::Prefill;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, KvSize, SchedulerConfig};
+use crate::config::{Config, KvConfig, KvSize, Policy, SchedulerConfig};
 use crate::memory::PagePool;
 use crate::model::ModelSource;
 use crate::model::executor::{ExecutorReport, KvPlan, page_bytes};
@@ -21,7 +21,7 @@ use anyhow::{Context, Result, ensure};
 use mainstem_kernels::StepLimits;
 use std::fmt::Write;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Most likely tokens that can be asked for beside each token.
 pub const TOP_LOGPROBS: usize = 20;
@@ -39,8 +39,10 @@ pub struct EngineSetup {
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
     pub name: String,
-    /// Tokens of prompt and answer together, at most.
+    /// Tokens of prompt and answer together that the model, or the configuration, allows.
     pub context: usize,
+    /// The same, as far as the KV cache goes.
+    pub longest: usize,
     pub vocab: usize,
     pub eos: Vec<u32>,
     /// When it was loaded, in seconds of Unix time.
@@ -92,7 +94,14 @@ impl EngineSetup {
             true => source.name(),
             false => config.model.served_name.clone(),
         };
-        let model = ModelInfo { name, context, vocab: spec.vocab, eos: source.eos.clone(), created };
+        let model = ModelInfo {
+            name,
+            context,
+            longest: limits.positions,
+            vocab: spec.vocab,
+            eos: source.eos.clone(),
+            created,
+        };
         Ok(EngineSetup { scheduler, limits, kv, model })
     }
 }
@@ -106,7 +115,11 @@ pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Facto
     let built = built.inspect_err(|_| _ = device_arbiter.stop())?;
     let report = report(&setup, &built);
 
-    let status = Arc::new(Status::default());
+    let gathering = match setup.scheduler.policy {
+        Policy::Window { window } => window,
+        Policy::Fused | Policy::Concurrent => Duration::ZERO,
+    };
+    let status = Arc::new(Status::new(gathering));
     let control = Arbiter::new();
     let actors = start_control(&control, &setup, Group::single(device.recipient()), status.clone());
     Ok(Engine {
@@ -185,6 +198,8 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<K
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
         KvSize::Fitting => whole.min(spare_memory(limits, source) / page).max(1),
     };
+    let (wanted, free) = (pages.saturating_mul(page), available_memory());
+    ensure!(wanted <= free, "kv.size asks for {wanted} bytes, but only {free} are free");
     ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
     ensure!(
         pages < u32::MAX as usize,

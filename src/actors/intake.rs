@@ -11,7 +11,6 @@ use crate::{decoding, telemetry};
 use actix::{Actor, Context, Handler, Message, MessageResult, Recipient};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// What a request is checked against.
@@ -176,8 +175,7 @@ impl Intake {
             let sequence = Sequence { key, request, events, permit, lease: None, arrived };
             self.prefill.do_send(Admit(Box::new(sequence)));
         }
-        self.status.waiting.store(self.waiting.len(), Ordering::Relaxed);
-        self.status.running.store(self.limits.slots - self.free, Ordering::Relaxed);
+        self.status.count(self.waiting.len(), self.limits.slots - self.free);
         telemetry::REQUESTS_WAITING.set(self.waiting.len() as f64);
         telemetry::REQUESTS_RUNNING.set((self.limits.slots - self.free) as f64);
     }
@@ -189,4 +187,205 @@ impl Intake {
 
 fn invalid(param: &'static str, message: String) -> RequestError {
     RequestError::Invalid { param, message }
+}
+
+/// What the tests of the actors share.
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+    use crate::request::Sampling;
+    use std::time::Duration;
+    use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+    /// Nothing a test waits for takes this long; whoever waits longer has found a hang.
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    /// The future's result, or a failed test when it hangs.
+    pub async fn within<F: Future>(future: F) -> F::Output {
+        tokio::time::timeout(PATIENCE, future).await.expect("something hangs")
+    }
+
+    /// A neighbour that only listens.
+    struct Ear<M>(UnboundedSender<M>);
+
+    impl<M: Unpin + 'static> Actor for Ear<M> {
+        type Context = Context<Ear<M>>;
+    }
+
+    impl<M: Message<Result = ()> + Unpin + 'static> Handler<M> for Ear<M> {
+        type Result = ();
+
+        fn handle(&mut self, message: M, _: &mut Self::Context) {
+            let _ = self.0.send(message);
+        }
+    }
+
+    /// Where messages go to, and where they can be read.
+    pub fn ear<M: Message<Result = ()> + Unpin + Send + 'static>() -> (Recipient<M>, UnboundedReceiver<M>) {
+        let (heard, messages) = unbounded_channel();
+        (Ear(heard).start().recipient(), messages)
+    }
+
+    pub async fn next<M>(messages: &mut UnboundedReceiver<M>) -> M {
+        within(messages.recv()).await.expect("the ear is there")
+    }
+
+    pub fn request(prompt: usize, max_tokens: u32) -> Request {
+        Request {
+            id: "test".into(),
+            prompt: vec![3; prompt].into(),
+            max_tokens,
+            ignore_eos: true,
+            sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
+            logprobs: None,
+            prompt_logprobs: false,
+        }
+    }
+
+    /// An admitted request without pages, whose permit goes `home`, and its client.
+    pub fn sequence(key: u64, request: Request, home: Recipient<Released>) -> (Box<Sequence>, TokenStream) {
+        let (events, stream) = channel();
+        let (key, permit, arrived) = (Key(key), Permit { home }, Instant::now());
+        (Box::new(Sequence { key, request, events, permit, lease: None, arrived }), stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{ear, next, request, within};
+    use super::*;
+    use actix::Addr;
+    use std::sync::atomic::Ordering;
+    use tokio::sync::mpsc::UnboundedReceiver;
+
+    /// An intake with the test in the place of prefill.
+    struct Door {
+        intake: Addr<Intake>,
+        admitted: UnboundedReceiver<Admit>,
+        status: Arc<Status>,
+    }
+
+    impl Door {
+        fn new(slots: usize, max_waiting: usize) -> Door {
+            let limits = IntakeLimits {
+                slots,
+                max_waiting,
+                context: 64,
+                vocab: 10,
+                top_logprobs: 5,
+                pages: 1,
+                page_positions: 32,
+            };
+            let (prefill, admitted) = ear();
+            let status = Arc::new(Status::new(std::time::Duration::ZERO));
+            let intake = Intake::new(limits, prefill, status.clone()).start();
+            Door { intake, admitted, status }
+        }
+
+        async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
+            within(self.intake.send(Submit(request))).await.expect("intake answers")
+        }
+
+        /// Submits a request that goes by the name of `id`.
+        async fn enter(&self, id: &str) -> TokenStream {
+            self.submit(Request { id: id.into(), ..request(4, 4) }).await.expect("it is taken in")
+        }
+
+        /// The next sequence let in, by its request's name.
+        async fn admitted(&mut self, id: &str) -> Box<Sequence> {
+            let Admit(sequence) = next(&mut self.admitted).await;
+            assert_eq!(&*sequence.request.id, id);
+            sequence
+        }
+
+        async fn free(&self) -> usize {
+            within(self.intake.send(FreePermits)).await.expect("intake answers")
+        }
+
+        fn nobody_is_admitted(&mut self) -> bool {
+            self.admitted.try_recv().is_err()
+        }
+    }
+
+    #[actix::test]
+    async fn permits_come_home_by_drop_and_let_in_the_next_in_order() {
+        let mut door = Door::new(1, 2);
+        let mut streams = vec![door.enter("a").await, door.enter("b").await, door.enter("c").await];
+        let mut running = door.admitted("a").await;
+        assert!((door.free().await, door.status.pending()) == (0, 3) && door.nobody_is_admitted());
+        for id in ["b", "c"] {
+            let key = running.key;
+            drop(running);
+            running = door.admitted(id).await;
+            assert!(running.key > key, "keys ascend in the order of arrival");
+            assert_eq!(door.free().await, 0);
+        }
+        streams.push(door.enter("d").await);
+        drop(running);
+        drop(door.admitted("d").await);
+        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+    }
+
+    #[actix::test]
+    async fn without_a_waiting_room_every_slot_is_served_and_no_more() {
+        let mut door = Door::new(2, 0);
+        let _streams = [door.enter("a").await, door.enter("b").await];
+        let refused = door.submit(request(4, 4)).await.map(drop);
+        assert_eq!(refused, Err(RequestError::Busy { waiting: 0, limit: 0 }));
+        drop(door.admitted("a").await);
+        assert_eq!(door.free().await, 1);
+        let _stream = door.enter("c").await;
+        let _running = [door.admitted("b").await, door.admitted("c").await];
+        assert!(door.submit(request(4, 4)).await.is_err());
+    }
+
+    #[actix::test]
+    async fn who_left_the_waiting_room_is_never_let_in() {
+        let mut door = Door::new(1, 3);
+        let _a = door.enter("a").await;
+        let running = door.admitted("a").await;
+        let leaving = door.enter("b").await;
+        let _c = door.enter("c").await;
+        drop(leaving);
+        drop(running);
+        drop(door.admitted("c").await);
+        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+        assert!(door.nobody_is_admitted());
+    }
+
+    #[actix::test]
+    async fn draining_refuses_who_comes_and_serves_who_waits() {
+        let mut door = Door::new(1, 2);
+        let _streams = [door.enter("a").await, door.enter("b").await];
+        door.status.draining.store(true, Ordering::Relaxed);
+        assert_eq!(door.submit(request(4, 4)).await.map(drop), Err(RequestError::Draining));
+        drop(door.admitted("a").await);
+        drop(door.admitted("b").await);
+        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+    }
+
+    #[actix::test]
+    async fn what_is_beyond_the_limits_is_refused_by_name() {
+        let door = Door::new(1, 0);
+        let with_logprobs = |n| Request { logprobs: Some(n), ..request(4, 4) };
+        let refused = door.submit(with_logprobs(6)).await.map(drop);
+        assert!(
+            matches!(&refused, Err(RequestError::Invalid { param: "logprobs", message }) if message.contains('5')),
+            "{refused:?}"
+        );
+        let too_large = RequestError::TooLarge { needed: 2, pages: 1 };
+        assert_eq!(door.submit(request(30, 3)).await.map(drop), Err(too_large));
+        assert!(matches!(door.submit(request(60, 5)).await, Err(RequestError::TooLong { context: 64, .. })));
+        assert_eq!(door.free().await, 1, "a refusal costs no permit");
+        assert!(door.submit(with_logprobs(5)).await.is_ok());
+    }
+
+    #[actix::test]
+    async fn a_request_for_nothing_is_over_at_once() {
+        let mut door = Door::new(1, 0);
+        let mut stream = door.submit(request(4, 0)).await.expect("it is taken in");
+        assert_eq!(within(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
+        assert_eq!(within(stream.next()).await, None);
+        assert!(door.free().await == 1 && door.nobody_is_admitted());
+    }
 }

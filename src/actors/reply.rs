@@ -93,7 +93,7 @@ impl ReplyStream {
             match self.events.next().await {
                 Some(TokenEvent::Prompt(tokens)) => return Some(Ok(self.prompt_piece(tokens.into_iter()))),
                 Some(TokenEvent::Token(token)) => {
-                    self.measure.token();
+                    self.measure.token(self.events.sent_at());
                     let text = self.push(token);
                     if !text.is_empty() {
                         return Some(Ok(self.piece(text, Origin::Answer)));
@@ -102,8 +102,7 @@ impl ReplyStream {
                 Some(TokenEvent::Finished(reason)) => return Some(Ok(self.last_piece(reason))),
                 Some(TokenEvent::Failed(error)) => return Some(Err(self.fail(error))),
                 None => {
-                    let gone = "the engine stopped".to_string();
-                    return Some(Err(self.fail(RequestError::DeviceFailed(gone))));
+                    return Some(Err(self.fail(RequestError::EngineGone)));
                 }
             }
         }
@@ -177,10 +176,9 @@ impl Measure {
         self.over
     }
 
-    /// One more generated token.
-    fn token(&mut self) {
-        let now = Instant::now();
-        let since = now - self.last_token;
+    /// One more generated token, made at `now`: a client that reads late does not count.
+    fn token(&mut self, now: Instant) {
+        let since = now.saturating_duration_since(self.last_token);
         match self.first_token_after {
             None => {
                 self.first_token_after = Some(since);

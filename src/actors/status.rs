@@ -17,14 +17,16 @@ pub struct Status {
     pub draining: AtomicBool,
     stopping: AtomicBool,
     failed: AtomicBool,
-    /// The decode loop has nothing to do and waits for work.
-    resting: AtomicBool,
-    /// Milliseconds after `started` when the decode loop last turned.
+    /// How long requests may gather before the decode loop is expected to turn.
+    gathering: Duration,
+    /// Milliseconds after `started` when the decode loop last turned, or work came where there was none.
     beat_ms: AtomicU64,
 }
 
-impl Default for Status {
-    fn default() -> Self {
+impl Status {
+    /// Nothing in flight. `gathering`: how long requests may gather before the decode loop is expected to
+    /// turn; the window of that policy, else zero.
+    pub fn new(gathering: Duration) -> Status {
         Status {
             started: Instant::now(),
             waiting: AtomicUsize::new(0),
@@ -32,31 +34,32 @@ impl Default for Status {
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            resting: AtomicBool::new(true),
+            gathering,
             beat_ms: AtomicU64::new(0),
         }
-    }
-}
-
-impl Status {
-    /// The decode loop waits for work: silence is no bad sign from here on.
-    pub fn rest(&self) {
-        self.resting.store(true, Ordering::Relaxed);
     }
 
     /// The decode loop turned just now.
     pub fn beat(&self) {
-        self.resting.store(false, Ordering::Relaxed);
         self.beat_ms.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Time since the decode loop last turned; zero while it waits for work.
-    pub fn since_beat(&self) -> Duration {
-        if self.resting.load(Ordering::Relaxed) {
+    /// Intake's counts. Work that comes where there was none starts the clock anew.
+    pub fn count(&self, waiting: usize, running: usize) {
+        if self.pending() == 0 && waiting + running > 0 {
+            self.beat();
+        }
+        self.waiting.store(waiting, Ordering::Relaxed);
+        self.running.store(running, Ordering::Relaxed);
+    }
+
+    /// How long requests have been in flight without a turn of the decode loop.
+    pub fn stalled_for(&self) -> Duration {
+        if self.pending() == 0 {
             return Duration::ZERO;
         }
-        let now = self.started.elapsed();
-        now.saturating_sub(Duration::from_millis(self.beat_ms.load(Ordering::Relaxed)))
+        let beat = Duration::from_millis(self.beat_ms.load(Ordering::Relaxed));
+        self.started.elapsed().saturating_sub(beat).saturating_sub(self.gathering)
     }
 
     /// Requests in flight, waiting or running.
@@ -66,7 +69,7 @@ impl Status {
 
     /// Whether new requests are refused.
     pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Relaxed)
+        self.draining.load(Ordering::SeqCst)
     }
 
     /// What ends from here on ends on purpose.
@@ -87,5 +90,38 @@ impl Status {
     /// Whether the engine can serve no more.
     pub fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn old_by(status: &mut Status, age: Duration) {
+        status.started -= age;
+    }
+
+    #[test]
+    fn silence_counts_only_while_somebody_waits_for_an_end_of_it() {
+        let mut status = Status::new(Duration::ZERO);
+        old_by(&mut status, Duration::from_secs(100));
+        assert_eq!(status.stalled_for(), Duration::ZERO);
+        status.count(0, 1);
+        assert!(status.stalled_for() < Duration::from_secs(50), "the work is new");
+        old_by(&mut status, Duration::from_secs(100));
+        status.count(2, 1);
+        assert!(status.stalled_for() >= Duration::from_secs(99), "more work does not excuse it");
+        status.beat();
+        assert!(status.stalled_for() < Duration::from_secs(50));
+    }
+
+    #[test]
+    fn gathering_is_no_silence() {
+        let mut status = Status::new(Duration::from_secs(60));
+        status.count(0, 1);
+        old_by(&mut status, Duration::from_secs(50));
+        assert_eq!(status.stalled_for(), Duration::ZERO);
+        old_by(&mut status, Duration::from_secs(50));
+        assert!(status.stalled_for() >= Duration::from_secs(39));
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
+use std::time::Instant;
 use tokio::sync::mpsc;
 
 /// Asks intake to take a request in. Answered at once when there is room, else when the request leaves
@@ -20,29 +21,39 @@ pub struct IntakeHandle(pub Recipient<Submit>);
 impl IntakeHandle {
     /// Hands a request in. The answer is its stream of events, or why it is refused.
     pub async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
-        self.0.send(Submit(request)).await.unwrap_or(Err(RequestError::Draining))
+        self.0.send(Submit(request)).await.unwrap_or(Err(RequestError::EngineGone))
     }
 }
 
 /// The receiving end, held by the reply stream.
-pub struct TokenStream(mpsc::UnboundedReceiver<TokenEvent>);
+pub struct TokenStream {
+    events: mpsc::UnboundedReceiver<(Instant, TokenEvent)>,
+    sent_at: Instant,
+}
 
 impl TokenStream {
     /// The next event; `None` after the end has been told (or when the engine went away without a word).
     pub async fn next(&mut self) -> Option<TokenEvent> {
-        self.0.recv().await
+        let (sent_at, event) = self.events.recv().await?;
+        self.sent_at = sent_at;
+        Some(event)
+    }
+
+    /// When the event that came last was sent.
+    pub fn sent_at(&self) -> Instant {
+        self.sent_at
     }
 }
 
 /// The sending end, held with the sequence. Events are bounded by prompt and `max_tokens`, so the channel
 /// needs no limit and sending never waits.
 #[derive(Clone, Debug)]
-pub struct EventSender(mpsc::UnboundedSender<TokenEvent>);
+pub struct EventSender(mpsc::UnboundedSender<(Instant, TokenEvent)>);
 
 impl EventSender {
     /// Sends an event; one that nobody waits for any more is dropped.
     pub fn send(&self, event: TokenEvent) {
-        let _ = self.0.send(event);
+        let _ = self.0.send((Instant::now(), event));
     }
 
     /// Whether the client is gone.
@@ -53,6 +64,6 @@ impl EventSender {
 
 /// A fresh channel.
 pub fn channel() -> (EventSender, TokenStream) {
-    let (tx, rx) = mpsc::unbounded_channel();
-    (EventSender(tx), TokenStream(rx))
+    let (tx, events) = mpsc::unbounded_channel();
+    (EventSender(tx), TokenStream { events, sent_at: Instant::now() })
 }

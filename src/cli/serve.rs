@@ -6,7 +6,7 @@ use super::start;
 use crate::config::{Config, ConfigError, Overrides, Source};
 use crate::server::{Ending, ServeParts, Server};
 use actix_web::rt;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::PathBuf;
 use tokio::select;
@@ -133,8 +133,11 @@ impl ServeArgs {
 pub async fn run(config: Config) -> Result<()> {
     // Before the engine, so that what loading records has a place.
     crate::telemetry::install();
-    let stops = stop_signals()?;
-    let engine = start::engine(&config).await?;
+    let mut stops = stop_signals()?;
+    let engine = select! {
+        engine = start::engine(&config) => engine?,
+        _ = stops.recv() => bail!("stopped while the model was loading"),
+    };
     engine.report.lines().for_each(|line| info!("{line}"));
     let parts = ServeParts {
         intake: engine.intake.clone(),
@@ -144,9 +147,12 @@ pub async fn run(config: Config) -> Result<()> {
     };
     let server = Server::bind(parts, config.server)?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
-    if ending == Ending::Drained {
-        // Waits for the device, which is idle. Where time was up it may never answer.
-        engine.stop();
+    match ending {
+        // Waits for the device, which is idle.
+        Ending::Drained => engine.stop(),
+        // The device may never answer; the process ends without it.
+        Ending::TimedOut => bail!("requests in flight were cut off: scheduler.drain_timeout is over"),
+        Ending::Cut => bail!("requests in flight were cut off by a second signal"),
     }
     Ok(())
 }
@@ -197,7 +203,7 @@ mod tests {
     #[test]
     fn every_flag_reaches_its_value() {
         let config = config_of(
-            "some/model --served-model-name tiny --host 0.0.0.0 --port 81 --workers 3 --slots 4 \
+            "some/model --spec my.toml --served-model-name tiny --host 0.0.0.0 --port 81 --workers 3 --slots 4 \
              --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --drain-timeout 8s --kv-type bf16 --kv-size 99tokens --page-positions 64 \
              --max-context 10 --device reference --threads 11 --isa portable --log-format json \
@@ -205,6 +211,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(config.model.path, PathBuf::from("some/model"));
+        assert_eq!(config.model.spec, Some(PathBuf::from("my.toml")));
         assert_eq!(config.model.served_name, "tiny");
         assert_eq!(
             (config.server.host.as_str(), config.server.port, config.server.workers),

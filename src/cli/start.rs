@@ -15,8 +15,12 @@ use std::sync::Arc;
 
 /// Opens the model, starts the actors, and loads the weights.
 pub async fn engine(config: &Config) -> Result<Engine> {
-    let source = Arc::new(ModelSource::open(&config.model.path, config.model.spec.as_deref())?);
+    let mut source = ModelSource::open(&config.model.path, config.model.spec.as_deref())?;
     let tokenizer = Arc::new(tokenizer(&source)?);
+    if source.eos.is_empty() {
+        source.eos.extend(tokenizer.eos_id());
+    }
+    let source = Arc::new(source);
     let setup = EngineSetup::new(config, &source)?;
     let factory = factory(config.device.clone(), source, setup.kv, setup.limits);
     engine::start(setup, tokenizer, factory).await

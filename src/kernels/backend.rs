@@ -91,6 +91,14 @@ impl KvLayout {
     /// Positions whose scores are reduced together in attention. Pages hold whole blocks, so that the
     /// order of summation does not depend on the page size.
     pub const BLOCK: usize = 32;
+    /// Elements that a head's V may be padded to a multiple of.
+    pub const PADDING: usize = 16;
+
+    /// Bytes of one page, as much as any backend takes; `None` when they overflow.
+    pub fn page_bytes(&self) -> Option<usize> {
+        let head = self.k_dim.checked_add(self.v_dim.checked_next_multiple_of(KvLayout::PADDING)?)?;
+        self.ty.bytes(head.checked_mul(self.kv_heads)?.checked_mul(self.page_positions)?)
+    }
 }
 
 /// One attention operation.

@@ -1,8 +1,9 @@
 //! Which sequence holds which slot, and the window of slots that a step computes.
 //!
-//! A turn's changes come in one order: the finished leave, [`SlotMap::compact`] closes the gaps, the new
-//! ones join. With the shuffle on, the window then has no holes; with it off, holes stay where they are
-//! until a new sequence takes them or an edge of the window passes them.
+//! A turn's changes come in one order: the finished leave, the new ones join (in holes first, which saves
+//! moves), and [`SlotMap::compact`] closes the gaps that are left. With the shuffle on, the window then has no
+//! holes; with it off, holes stay where they are until a new sequence takes them or an edge of the window
+//! passes them.
 //! Invariant: a key holds one slot, a slot one key. All else (window, holes, number of live sequences) is
 //! read off the slots and stored nowhere.
 
@@ -213,46 +214,85 @@ mod tests {
         }
     }
 
-    /// Random turns against a plain list of holders.
-    fn turns(seed: u32, slots: usize, shuffle: bool) {
-        let mut dice = Dice::new(seed);
-        let (mut map, mut model) = (SlotMap::new(slots, shuffle), vec![None; slots]);
-        let (mut next_key, mut moves) = (0u64, Vec::new());
-        for _ in 0..300 {
-            for (slot, holder) in (0..).zip(&mut model) {
-                if holder.is_some() && dice.below(4) == 0 {
-                    assert_eq!(Some(map.leave(slot)), holder.take());
+    /// When the new ones join: the map keeps its promises in either order.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Joins {
+        BeforeCompact,
+        AfterCompact,
+    }
+
+    /// A map and a plain list of holders, which must agree.
+    struct Pair {
+        map: SlotMap<u64>,
+        model: Vec<Option<u64>>,
+        dice: Dice,
+        next_key: u64,
+        moved: usize,
+    }
+
+    impl Pair {
+        fn leave(&mut self) {
+            for (slot, holder) in (0..).zip(&mut self.model) {
+                if holder.is_some() && self.dice.below(4) == 0 {
+                    assert_eq!(Some(self.map.leave(slot)), holder.take());
                 }
             }
-            agree(&map, &model);
-            moves.clear();
-            map.compact(&mut moves);
-            for m in &moves {
-                assert!(model[m.to as usize].is_none());
-                model[m.to as usize] = model[m.from as usize].take();
-            }
-            agree(&map, &model);
-            assert!(!shuffle || map.window().len() == map.live());
-            assert!(shuffle || moves.is_empty());
-            for _ in 0..dice.below(slots / 2 + 1) {
-                let slot = expected_slot(&model);
-                assert_eq!(map.join(next_key), slot.map(|slot| slot as Slot));
+            agree(&self.map, &self.model);
+        }
+
+        fn join(&mut self) {
+            for _ in 0..self.dice.below(self.model.len() / 2 + 1) {
+                let slot = expected_slot(&self.model);
+                assert_eq!(self.map.join(self.next_key), slot.map(|slot| slot as Slot));
                 if let Some(slot) = slot {
-                    model[slot] = Some(next_key);
+                    self.model[slot] = Some(self.next_key);
                 }
-                next_key += 1;
-                agree(&map, &model);
-                assert!(!shuffle || map.window().len() == map.live());
+                self.next_key += 1;
+                agree(&self.map, &self.model);
             }
         }
-        assert!(next_key > 0);
+
+        fn compact(&mut self) {
+            let mut moves = Vec::new();
+            self.map.compact(&mut moves);
+            for m in &moves {
+                assert!(self.model[m.to as usize].is_none());
+                self.model[m.to as usize] = self.model[m.from as usize].take();
+            }
+            self.moved += moves.len();
+            agree(&self.map, &self.model);
+        }
+    }
+
+    /// Random turns; at the end of each, the shuffle has left no hole.
+    fn turns(seed: u32, slots: usize, shuffle: bool, joins: Joins) {
+        let map = SlotMap::new(slots, shuffle);
+        let mut pair = Pair { map, model: vec![None; slots], dice: Dice::new(seed), next_key: 0, moved: 0 };
+        for _ in 0..300 {
+            pair.leave();
+            match joins {
+                Joins::BeforeCompact => {
+                    pair.join();
+                    pair.compact();
+                }
+                Joins::AfterCompact => {
+                    pair.compact();
+                    pair.join();
+                }
+            }
+            assert!(!shuffle || pair.map.window().len() == pair.map.live());
+        }
+        assert!(pair.next_key > 0);
+        assert_eq!(pair.moved > 0, shuffle && slots > 2);
     }
 
     #[test]
     fn random_turns_agree_with_a_plain_list() {
         for (seed, slots) in [(1, 2), (2, 3), (3, 8), (4, 17), (5, 32)] {
-            turns(seed, slots, true);
-            turns(seed, slots, false);
+            for joins in [Joins::BeforeCompact, Joins::AfterCompact] {
+                turns(seed, slots, true, joins);
+                turns(seed, slots, false, joins);
+            }
         }
     }
 }

@@ -83,10 +83,10 @@ impl<B: Backend> ModelExecutor<B> {
     }
 }
 
-/// Bytes of one page in all layers, before a backend's padding; `None` when they overflow.
+/// Bytes of one page in all layers; `None` when they overflow.
 pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> Option<usize> {
-    let per_position = source.spec.kv_width().checked_mul(2 * source.spec.layers)?;
-    ty.bytes(per_position.checked_mul(page_positions)?)
+    let layout = kv_layout(source, KvPlan { ty, pages: 1 }, page_positions);
+    layout.page_bytes()?.checked_mul(source.spec.layers)
 }
 
 fn kv_layout(source: &ModelSource, kv: KvPlan, page_positions: usize) -> KvLayout {

@@ -13,7 +13,7 @@ pub async fn models(app: web::Data<App>) -> HttpResponse {
         object: "model",
         created: model.created,
         owned_by: "mainstem",
-        max_model_len: model.context,
+        max_model_len: model.longest,
     };
     HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card] })
 }
@@ -22,7 +22,7 @@ pub async fn models(app: web::Data<App>) -> HttpResponse {
 /// the engine is past serving.
 pub async fn health(app: web::Data<App>) -> HttpResponse {
     let status = &app.parts.status;
-    let stalled = status.pending() > 0 && status.since_beat() > app.config.stalled_after;
+    let stalled = status.stalled_for() > app.config.stalled_after;
     let (mut response, word) = match (status.has_failed(), status.is_draining(), stalled) {
         (true, _, _) => (HttpResponse::ServiceUnavailable(), "failed"),
         (_, true, _) => (HttpResponse::ServiceUnavailable(), "draining"),

@@ -7,11 +7,12 @@ use super::access::RequestId;
 use super::error::ApiError;
 use super::params::{CompletionParams, Delivery, Prompt};
 use super::wire::{Choice, Completion, Logprobs};
-use super::{App, OpenResponse};
+use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{Echo, ReplyStream};
 use crate::actors::stream::TokenStream;
 use crate::request::{Request, RequestError};
 use crate::telemetry;
+use crate::text::Tokenizer;
 use actix_web::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use actix_web::web::{self, Bytes};
 use actix_web::{HttpResponse, rt};
@@ -22,8 +23,11 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Texts longer than this are tokenised off the event loop.
-const INLINE_TEXT_BYTES: usize = 4096;
+/// Bodies longer than this are read and tokenised off the event loop, a few at a time.
+const INLINE_BODY_BYTES: usize = 8192;
+
+/// How long a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 const COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
 const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
@@ -34,15 +38,13 @@ pub async fn completions(
     id: web::ReqData<RequestId>,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
+    let body = read_body(payload, app.config.body_limit_bytes).await?;
+    // From here on shutdown waits for the answer; an upload that never ends is not waited for.
     let open = app.open_response();
     if app.parts.status.is_draining() {
-        return Err(RequestError::Draining.into());
+        return Err(refused(RequestError::Draining));
     }
-    let body = read_body(payload, app.config.body_limit_bytes).await?;
-    let params = CompletionParams::parse(&body, app.parts.model.vocab)?;
-    drop(body);
-    check_model(&params, &app.parts.model.name)?;
-    let prompt = tokens(&app, params.prompt).await?;
+    let (params, prompt) = prepare(&app, body).await?;
     let request = Request {
         id: id.0.clone(),
         prompt: prompt.into(),
@@ -62,7 +64,10 @@ pub async fn completions(
 }
 
 async fn read_body(payload: web::Payload, limit: usize) -> Result<Bytes, ApiError> {
-    let read = payload.to_bytes_limited(limit).await.map_err(|_| ApiError::body_too_large(limit))?;
+    let read = rt::time::timeout(BODY_TIMEOUT, payload.to_bytes_limited(limit))
+        .await
+        .map_err(|_| ApiError::body_too_slow(BODY_TIMEOUT))?
+        .map_err(|_| ApiError::body_too_large(limit))?;
     read.map_err(|error| ApiError::malformed(format!("the body cannot be read: {error}")))
 }
 
@@ -76,39 +81,58 @@ fn check_model(params: &CompletionParams, served: &str) -> Result<(), ApiError> 
     }
 }
 
+/// The parameters and the prompt's ids. Long bodies take turns: reading one takes many times its memory.
+async fn prepare(app: &web::Data<App>, body: Bytes) -> Result<(CompletionParams, Vec<u32>), ApiError> {
+    if body.len() <= INLINE_BODY_BYTES {
+        return read_request(&app.parts, &body);
+    }
+    let turn = app.long_bodies.wait().await.map_err(refused)?;
+    let app = app.clone();
+    let read = web::block(move || {
+        let _turn = turn;
+        read_request(&app.parts, &body)
+    });
+    read.await.map_err(|error| ApiError::internal(format!("reading the body failed: {error}")))?
+}
+
+fn read_request(parts: &ServeParts, body: &[u8]) -> Result<(CompletionParams, Vec<u32>), ApiError> {
+    let mut params = CompletionParams::parse(body, parts.model.vocab)?;
+    check_model(&params, &parts.model.name)?;
+    let prompt = tokens(&parts.tokenizer, std::mem::replace(&mut params.prompt, Prompt::Ids(Vec::new())))?;
+    Ok((params, prompt))
+}
+
 /// The prompt's ids. An empty prompt is the token that opens a text, if the model has one.
-async fn tokens(app: &App, prompt: Prompt) -> Result<Vec<u32>, ApiError> {
-    let tokenizer = app.parts.tokenizer.clone();
-    let encoded = match prompt {
-        Prompt::Ids(ids) => Ok(ids),
-        Prompt::Text(text) if text.len() <= INLINE_TEXT_BYTES => tokenizer.encode(&text, true),
-        Prompt::Text(text) => web::block(move || tokenizer.encode(&text, true))
-            .await
-            .map_err(|error| ApiError::internal(format!("tokenising failed: {error}")))?,
+fn tokens(tokenizer: &Tokenizer, prompt: Prompt) -> Result<Vec<u32>, ApiError> {
+    let ids = match prompt {
+        Prompt::Ids(ids) => ids,
+        Prompt::Text(text) => tokenizer
+            .encode(&text, true)
+            .map_err(|error| ApiError::invalid("prompt", format!("cannot tokenise: {error}")))?,
     };
-    let ids = encoded.map_err(|error| ApiError::invalid("prompt", format!("cannot tokenise: {error}")))?;
     if !ids.is_empty() {
         return Ok(ids);
     }
-    let bos = app.parts.tokenizer.bos_id();
     let empty =
         || ApiError::invalid("prompt", "the prompt is empty, and the model has no token to begin with");
-    bos.map(|bos| vec![bos]).ok_or_else(empty)
+    tokenizer.bos_id().map(|bos| vec![bos]).ok_or_else(empty)
 }
 
-/// Hands the request in and counts a refusal.
 async fn submit(app: &App, request: Request) -> Result<TokenStream, ApiError> {
-    app.parts.intake.submit(request).await.map_err(|error| {
-        let reason = match error {
-            RequestError::TooLong { .. } => "too_long",
-            RequestError::TooLarge { .. } => "too_large",
-            RequestError::Busy { .. } => "busy",
-            RequestError::Draining => "draining",
-            _ => "invalid",
-        };
-        telemetry::ADMISSION_REJECTIONS.count([reason]);
-        error.into()
-    })
+    app.parts.intake.submit(request).await.map_err(refused)
+}
+
+/// Counts a refusal.
+fn refused(error: RequestError) -> ApiError {
+    let reason = match error {
+        RequestError::TooLong { .. } => "too_long",
+        RequestError::TooLarge { .. } => "too_large",
+        RequestError::Busy { .. } => "busy",
+        RequestError::Draining => "draining",
+        _ => "invalid",
+    };
+    telemetry::ADMISSION_REJECTIONS.count([reason]);
+    error.into()
 }
 
 /// What the chunks of an answer have in common.

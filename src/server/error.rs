@@ -7,6 +7,7 @@ use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
 use std::fmt;
+use std::time::Duration;
 
 /// What the client is told instead of an answer.
 #[derive(Clone, Debug)]
@@ -69,6 +70,12 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     }
 
+    /// 408: the body did not arrive in time.
+    pub fn body_too_slow(limit: Duration) -> ApiError {
+        let message = format!("the request body did not arrive within {} s", limit.as_secs());
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
+    }
+
     /// 404: no such path.
     pub fn not_found() -> ApiError {
         ApiError::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path")
@@ -109,6 +116,7 @@ impl From<RequestError> for ApiError {
             RequestError::Draining => {
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", message)
             }
+            RequestError::EngineGone => ApiError::internal(message),
             RequestError::DeviceFailed(_) => {
                 ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "device_failed", message)
             }

@@ -83,7 +83,7 @@ impl Server {
             }
             _ = stops.recv() => {}
         }
-        self.app.parts.status.draining.store(true, Ordering::Relaxed);
+        self.app.parts.status.draining.store(true, Ordering::SeqCst);
         info!(in_flight = self.app.parts.status.pending(), "draining: new requests are refused");
         let ending = select! {
             drained = rt::time::timeout(drain_timeout, drained(&self.app)) => match drained {

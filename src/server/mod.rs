@@ -25,6 +25,7 @@ pub use lifecycle::{Ending, Server};
 
 use crate::actors::{IntakeHandle, ModelInfo, Status};
 use crate::config::ServerConfig;
+use crate::request::RequestError;
 use crate::text::Tokenizer;
 use actix_web::http::header::{ALLOW, HeaderValue};
 use actix_web::{Resource, ResponseError, web};
@@ -32,6 +33,7 @@ use error::ApiError;
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// What the server needs of the engine.
 #[derive(Clone)]
@@ -47,12 +49,15 @@ pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
     pub metrics: PrometheusHandle,
+    /// Long bodies being read, and those that wait for it.
+    long_bodies: Turns,
     open: Arc<AtomicUsize>,
 }
 
 impl App {
     fn new(parts: ServeParts, config: ServerConfig, metrics: PrometheusHandle) -> App {
-        App { parts, config, metrics, open: Arc::default() }
+        let long_bodies = Turns::new(config.workers);
+        App { parts, config, metrics, long_bodies, open: Arc::default() }
     }
 
     /// Notes a response that shutdown waits for, until the value is dropped.
@@ -64,6 +69,48 @@ impl App {
     /// Whether nothing is in flight, neither in the engine nor on its way to a client.
     fn is_idle(&self) -> bool {
         self.open.load(Ordering::SeqCst) == 0 && self.parts.status.pending() == 0
+    }
+}
+
+/// Work of which a few go on at a time and a few more may wait.
+struct Turns {
+    free: Arc<Semaphore>,
+    waiting: AtomicUsize,
+}
+
+impl Turns {
+    /// Who waits beyond this is refused.
+    const WAITING_MAX: usize = 32;
+
+    fn new(at_a_time: usize) -> Turns {
+        Turns { free: Arc::new(Semaphore::new(at_a_time)), waiting: AtomicUsize::new(0) }
+    }
+
+    /// Waits for a turn, which ends when the permit is dropped.
+    async fn wait(&self) -> Result<OwnedSemaphorePermit, RequestError> {
+        let waiting = Counted::new(&self.waiting);
+        if waiting.before >= Turns::WAITING_MAX {
+            return Err(RequestError::Busy { waiting: waiting.before, limit: Turns::WAITING_MAX });
+        }
+        self.free.clone().acquire_owned().await.map_err(|_| RequestError::EngineGone)
+    }
+}
+
+/// One more, until dropped: a client that hangs up while it waits is counted no longer.
+struct Counted<'a> {
+    count: &'a AtomicUsize,
+    before: usize,
+}
+
+impl Counted<'_> {
+    fn new(count: &AtomicUsize) -> Counted<'_> {
+        Counted { count, before: count.fetch_add(1, Ordering::SeqCst) }
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -149,7 +149,7 @@ impl Fields {
     }
 
     fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
-        self.read(name, "a number", |value| value.as_f64().map(|number| number as f32))
+        self.read(name, "a number", |value| value.as_f64().map(nearest))
     }
 
     fn integer(&mut self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
@@ -190,6 +190,16 @@ impl Neutral {
             Neutral::Nothing => false,
         }
     }
+}
+
+/// The nearest finite number of single precision that is zero only for zero.
+fn nearest(number: f64) -> f32 {
+    let rounded = number as f32;
+    let limits = f32::MIN_POSITIVE..=f32::MAX;
+    if number == 0.0 || limits.contains(&rounded.abs()) {
+        return rounded;
+    }
+    rounded.abs().clamp(*limits.start(), *limits.end()).copysign(rounded)
 }
 
 fn sampling(fields: &mut Fields) -> Result<Sampling, ApiError> {
@@ -272,5 +282,17 @@ fn brief(value: &Value) -> String {
         Value::Object(_) => "an object".to_string(),
         Value::String(text) if text.chars().count() > CHARS_MAX => "a long text".to_string(),
         value => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::nearest;
+
+    #[test]
+    fn numbers_beyond_single_precision_stay_what_they_are_to_the_checks() {
+        assert_eq!((nearest(0.0), nearest(0.9), nearest(-2.5)), (0.0, 0.9, -2.5));
+        assert_eq!((nearest(1e-50), nearest(-1e-50)), (f32::MIN_POSITIVE, -f32::MIN_POSITIVE));
+        assert_eq!((nearest(1e39), nearest(-1e300)), (f32::MAX, -f32::MAX));
     }
 }

@@ -12,6 +12,7 @@ use crate::request::{FinishReason, Request, RequestError, Sampling, Token, Token
 use crate::text::Tokenizer;
 use actix::{Actor, Context, Handler};
 use actix_web::rt::{net::TcpStream, spawn, task, task::JoinHandle, time::timeout};
+use futures_util::FutureExt;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
@@ -76,12 +77,19 @@ impl House {
         config.workers = 1;
         configure(&mut config);
         let (calls, receiver) = unbounded_channel();
-        let status = Arc::new(Status::default());
+        let status = Arc::new(Status::new(Duration::ZERO));
         let parts = ServeParts {
             intake: IntakeHandle(Door { calls, refusal }.start().recipient()),
             status: status.clone(),
             tokenizer: Arc::new(tokenizer()),
-            model: ModelInfo { name: "tiny".into(), context: 64, vocab: 257, eos: vec![], created: 1 },
+            model: ModelInfo {
+                name: "tiny".into(),
+                context: 64,
+                longest: 64,
+                vocab: 257,
+                eos: vec![],
+                created: 1,
+            },
         };
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
@@ -598,7 +606,7 @@ async fn a_failure_amid_a_stream_is_an_event_before_the_end() {
     assert_eq!(events[1]["error"]["code"], "device_failed");
     // Without a word from the engine it is a failure too, and a whole answer becomes a 500.
     let (_, response) = house.play(body(true), vec![]).await;
-    assert_eq!(response.events()[0]["error"]["code"], "device_failed");
+    assert_eq!(response.events()[0]["error"]["code"], "internal_error");
     let (_, response) = house.play(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "device_failed"));
     house.close().await;
@@ -683,11 +691,66 @@ async fn health_follows_the_decode_loop() {
     let stalled = house.get("/health").await;
     assert_eq!((stalled.status, stalled.json()), (503, json!({ "status": "stalled" })));
     house.status.running.store(0, Ordering::Relaxed);
+    assert_eq!(house.get("/health").await.status, 200, "without requests silence is no bad sign");
+    house.status.fail();
+    let failed = house.get("/health").await;
+    assert_eq!((failed.status, failed.json()), (503, json!({ "status": "failed" })));
+    house.close().await;
+    let house = House::with(None, |_| {});
     house.status.draining.store(true, Ordering::Relaxed);
     let draining = house.get("/health").await;
     assert_eq!((draining.status, draining.json()), (503, json!({ "status": "draining" })));
     assert_eq!(draining.header("retry-after"), Some("1"));
     house.close().await;
+}
+
+/// Shutdown waits for answers, not for an upload that never ends.
+#[actix_web::test]
+async fn an_unfinished_upload_holds_nothing_up() {
+    let house = House::open();
+    let mut client = Client { stream: TcpStream::connect(house.address).await.unwrap(), read: Vec::new() };
+    let head =
+        "POST /v1/completions HTTP/1.1\r\nHost: test\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n{";
+    assert_eq!(client.stream.try_write(head.as_bytes()).unwrap(), head.len());
+    // The handler has begun to read.
+    client.read_until("100 Continue").await;
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn long_bodies_take_turns_and_all_are_served() {
+    let mut house = House::open();
+    let body = json!({ "prompt": "p".repeat(20_000) }).to_string();
+    let mut clients = Vec::new();
+    for _ in 0..8 {
+        clients.push(house.begin(&body).await);
+    }
+    for _ in 0..8 {
+        let (request, events) = house.call().await;
+        assert_eq!(request.prompt.len(), 20_000);
+        events.send(TokenEvent::Finished(FinishReason::Stop));
+    }
+    for client in clients {
+        assert_eq!(client.response().await.status, 200);
+    }
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn who_finds_too_many_waiting_for_a_turn_is_refused_and_who_leaves_is_counted_no_longer() {
+    let turns = super::Turns::new(1);
+    let held = turns.wait().await.unwrap();
+    let mut waiting: Vec<_> = (0..super::Turns::WAITING_MAX).map(|_| Box::pin(turns.wait())).collect();
+    for wait in &mut waiting {
+        assert!(wait.as_mut().now_or_never().is_none());
+    }
+    let limit = super::Turns::WAITING_MAX;
+    assert_eq!(turns.wait().await.map(drop), Err(RequestError::Busy { waiting: limit, limit }));
+    waiting.pop();
+    let mut last = Box::pin(turns.wait());
+    assert!(last.as_mut().now_or_never().is_none());
+    drop(held);
+    drop(timeout(DEADLINE, waiting.remove(0)).await.expect("its turn comes").unwrap());
 }
 
 #[actix_web::test]

@@ -33,6 +33,8 @@ pub struct Tokenizer {
     eos: Option<u32>,
     /// BOS is ours to put before a text; otherwise the library does it, or nobody.
     prepends_bos: bool,
+    /// The library puts BOS before every text, and the model's settings say not to.
+    drops_bos: bool,
 }
 
 enum Encoder {
@@ -75,9 +77,11 @@ impl Tokenizer {
             bos,
             eos,
             prepends_bos: false,
+            drops_bos: false,
         };
         let library_prepends = bos.is_some() && tokenizer.encode("", true)?.first() == bos.as_ref();
         tokenizer.prepends_bos = config.add_bos_token == Some(true) && !library_prepends;
+        tokenizer.drops_bos = config.add_bos_token == Some(false) && library_prepends;
         Ok(tokenizer)
     }
 
@@ -95,6 +99,7 @@ impl Tokenizer {
             bos: Some(BOS),
             eos: Some(EOS),
             prepends_bos: true,
+            drops_bos: false,
         })
     }
 
@@ -107,7 +112,8 @@ impl Tokenizer {
             Encoder::Scored(bpe) => bpe.encode(text),
         };
         let bos = self.bos.filter(|_| add_special && self.prepends_bos);
-        Ok(bos.into_iter().chain(ids).collect())
+        let dropped = usize::from(add_special && self.drops_bos);
+        Ok(bos.into_iter().chain(ids.into_iter().skip(dropped)).collect())
     }
 
     /// The text of ids. Bytes that are no UTF-8 become U+FFFD; ids the vocabulary does not have are left out.
@@ -418,6 +424,13 @@ mod tests {
             (byte_level(), None, None, None, vec![2 + 0x61]),
             (byte_fallback(), Some(named), Some(1), Some(2), vec![1, 259, 3 + 0x61]),
             (byte_fallback(), None, None, None, vec![1, 259, 3 + 0x61]),
+            (
+                byte_fallback(),
+                Some(json!({"add_bos_token": false, "bos_token": "<s>"})),
+                Some(1),
+                None,
+                vec![259, 3 + 0x61],
+            ),
         ];
         for (sample, config, bos, eos, ids) in cases {
             let tokenizer = hub(&sample, config.clone()).unwrap();

@@ -11,6 +11,8 @@ use mainstem::config::{Config, Overrides};
 use mainstem::model::ModelSource;
 use mainstem::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
 use mainstem::text::Tokenizer;
+use serde::Deserialize;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +24,47 @@ pub const PATIENCE: Duration = Duration::from_secs(120);
 /// A fixture's folder or file.
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// The trained model that lies beside the checkout for those who have it.
+pub fn stories() -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/models/stories260K");
+    let found = folder.join("expected_greedy.json").exists();
+    if !found {
+        skipped("no stories260K beside the checkout");
+    }
+    found.then_some(folder)
+}
+
+/// Its recorded greedy texts, as they are in their file.
+#[derive(Deserialize)]
+struct Stories {
+    cases: Vec<Story>,
+}
+
+#[derive(Deserialize)]
+pub struct Story {
+    pub prompt: String,
+    pub prompt_ids: Vec<u32>,
+    pub new_ids: Vec<u32>,
+    top1_minus_top2_logit: Vec<f32>,
+    /// Prompt and answer.
+    pub text: String,
+}
+
+impl Story {
+    /// The recorded texts of that folder.
+    pub fn all(folder: &Path) -> Vec<Story> {
+        let text = std::fs::read(folder.join("expected_greedy.json")).expect("it was there");
+        let stories: Stories = serde_json::from_slice(&text).expect("the recorded texts are in their form");
+        stories.cases
+    }
+
+    /// The answer up to where the two best logits are so close that another order of summation may differ.
+    pub fn sure_ids(&self) -> &[u32] {
+        let close = self.top1_minus_top2_logit.iter().position(|gap| *gap < 1e-3);
+        &self.new_ids[..close.unwrap_or(self.new_ids.len())]
+    }
 }
 
 /// A copy of a fixture that can be damaged; gone when dropped.
@@ -40,6 +83,15 @@ impl Copied {
 
     pub fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
+    }
+
+    /// Sets a key of its config.json.
+    pub fn configure(&self, key: &str, value: serde_json::Value) {
+        let file = self.file("config.json");
+        let text = std::fs::read(&file).expect("the copy is there");
+        let mut config: serde_json::Value = serde_json::from_slice(&text).expect("it is JSON");
+        config[key] = value;
+        std::fs::write(&file, config.to_string()).expect("it can be written");
     }
 }
 
@@ -80,6 +132,11 @@ pub async fn engine_with(
     let setup = EngineSetup::new(&config, &source).expect("the settings fit the fixture");
     let factory = start::factory(config.device.clone(), source, setup.kv, setup.limits);
     engine::start(setup, tokenizer, wrap(factory)).await.expect("the engine starts")
+}
+
+/// Says that something is not tested here, where the test harness does not keep it to itself.
+pub fn skipped(what: &str) {
+    let _ = writeln!(std::io::stderr(), "skipped: {what}");
 }
 
 /// A greedy request.

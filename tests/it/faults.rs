@@ -8,6 +8,7 @@ use mainstem::request::{FinishReason, RequestError};
 use mainstem_kernels::{DeviceError, StepBatch, StepOutput};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use toml::Value;
 
 /// How a device fails.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +17,8 @@ enum Fault {
     Panic,
     /// It fails, and cannot be rebuilt the first time.
     ErrorTwice,
+    /// It says that all went well, and has no results: what only a bug of ours could do.
+    NoResults,
 }
 
 /// A device that fails once, at its k-th step.
@@ -32,6 +35,11 @@ impl Executor for Failing {
                 Fault::Panic => panic!("the test's device panics"),
                 Fault::Error | Fault::ErrorTwice => {
                     return Err(DeviceError::Fault("the test's device fails".into()));
+                }
+                Fault::NoResults => {
+                    self.inner.run(batch, out)?;
+                    out.rows.clear();
+                    return Ok(());
                 }
             }
         }
@@ -55,34 +63,84 @@ fn failing(mut factory: Factory, at_step: u64, fault: Fault) -> Factory {
     })
 }
 
+/// Six requests on four slots, and a fault at step `at_step`: some fail, the others do not notice, and
+/// afterwards all is as it was.
+async fn fail_and_recover(fault: Fault, at_step: u64, settings: &[(&'static str, Value)]) {
+    let what = format!("{fault:?} at {at_step}, {settings:?}");
+    let mut settings = settings.to_vec();
+    settings.push(("scheduler.token_budget", 16.into()));
+    let engine = engine_with("gqa", &settings, |factory| failing(factory, at_step, fault)).await;
+    let requests = (0..6).map(|i| greedy(&prompt(i, 10 + 7 * i), 12));
+    let outcomes = complete_all(&engine, requests.clone()).await;
+    let failed = outcomes.iter().filter(|outcome| {
+        matches!(&outcome.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("the test's device"))
+    });
+    let failed = failed.count();
+    assert!((1..=4).contains(&failed), "{what}: {failed} of 4 slots' requests failed");
+    let through = outcomes.iter().filter(|outcome| outcome.end == Some(Ok(FinishReason::Length)));
+    let through: Vec<usize> = through.map(|outcome| outcome.tokens.len()).collect();
+    assert_eq!(through, vec![12; 6 - failed], "{what}: whoever did not fail is served whole");
+    let again = complete_all(&engine, requests.clone()).await;
+    for (request, outcome) in requests.zip(again) {
+        let alone = complete(&engine, request).await;
+        assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{what}");
+        assert_eq!(outcome.ids(), alone.ids(), "{what}");
+    }
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
 #[actix::test]
 async fn requests_in_flight_are_told_and_the_next_succeeds() {
     for fault in [Fault::Error, Fault::Panic] {
         for at_step in [0, 1, 2, 5, 9] {
-            let budget = [("scheduler.token_budget", 16.into())];
-            let engine = engine_with("gqa", &budget, |factory| failing(factory, at_step, fault)).await;
-            let requests = (0..6).map(|i| greedy(&prompt(i, 10 + 7 * i), 12));
-            let outcomes = complete_all(&engine, requests.clone()).await;
-            let failed = outcomes.iter().filter(|outcome| {
-                matches!(&outcome.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("the test's device"))
-            });
-            let failed = failed.count();
-            assert!(
-                (1..=4).contains(&failed),
-                "{fault:?} at {at_step}: {failed} of 4 slots' requests failed"
-            );
-            for outcome in outcomes.iter().filter(|outcome| outcome.end == Some(Ok(FinishReason::Length))) {
-                assert_eq!(outcome.tokens.len(), 12);
-            }
-            let again = complete_all(&engine, requests.clone()).await;
-            for (request, outcome) in requests.zip(again) {
-                let alone = complete(&engine, request).await;
-                assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{fault:?} at {at_step}");
-                assert_eq!(outcome.ids(), alone.ids(), "{fault:?} at {at_step}");
-            }
-            all_home(&engine, 4).await;
-            engine.stop();
+            fail_and_recover(fault, at_step, &[]).await;
         }
+    }
+}
+
+#[actix::test]
+async fn a_fault_under_the_other_policies_is_no_worse() {
+    let concurrent = [("scheduler.policy", "concurrent".into())];
+    let window = [("scheduler.policy", "window".into()), ("scheduler.window", "20ms".into())];
+    for at_step in [0, 3, 7] {
+        fail_and_recover(Fault::Error, at_step, &concurrent).await;
+        fail_and_recover(Fault::Panic, at_step, &window).await;
+    }
+}
+
+/// The prompt takes eight steps; the fourth fails. The rest of it is not computed, and those behind it, who
+/// had not begun, are served.
+#[actix::test]
+async fn a_fault_amid_a_prompt_costs_that_request_alone() {
+    let budget = [("scheduler.token_budget", 8.into())];
+    let engine = engine_with("gqa", &budget, |factory| failing(factory, 3, Fault::Error)).await;
+    let requests = [greedy(&prompt(0, 60), 5), greedy(&prompt(1, 20), 5), greedy(&prompt(2, 3), 5)];
+    let outcomes = complete_all(&engine, requests.clone()).await;
+    assert!(matches!(outcomes[0].end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", outcomes[0].end);
+    for (request, outcome) in requests.iter().zip(&outcomes).skip(1) {
+        assert_eq!(outcome.end, Some(Ok(FinishReason::Length)));
+        assert_eq!(outcome.ids(), complete(&engine, request.clone()).await.ids());
+    }
+    assert_eq!(complete(&engine, requests[0].clone()).await.tokens.len(), 5);
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// A bug of ours ends the decode loop: the request it had ends without a word, the very next is served.
+#[actix::test]
+async fn the_decode_loop_starts_again_after_a_panic() {
+    for at_step in [0, 1, 4] {
+        let engine = engine_with("gqa", &[], |factory| failing(factory, at_step, Fault::NoResults)).await;
+        let request = greedy(&prompt(0, 20), 8);
+        let lost = complete(&engine, request.clone()).await;
+        assert_eq!((&lost.end, lost.tokens.len()), (&None, at_step as usize), "at {at_step}");
+        let next = complete(&engine, request.clone()).await;
+        assert_eq!((&next.end, next.tokens.len()), (&Some(Ok(FinishReason::Length)), 8), "at {at_step}");
+        assert_eq!(next.ids()[..at_step as usize], lost.ids());
+        assert!(!engine.status.has_failed());
+        all_home(&engine, 4).await;
+        engine.stop();
     }
 }
 

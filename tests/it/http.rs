@@ -1,9 +1,10 @@
 //! The program itself, over real TCP: started, asked, hung up on, told to stop.
 
-use crate::common::{PATIENCE, fixture};
+use crate::common::{Copied, PATIENCE, Story, fixture, stories};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
@@ -17,10 +18,14 @@ struct Server {
 }
 
 impl Server {
-    fn start(model: &str, flags: &[&str]) -> Server {
+    fn start(fixture_name: &str, flags: &[&str]) -> Server {
+        Server::of(&fixture(fixture_name), flags)
+    }
+
+    fn of(model: &Path, flags: &[&str]) -> Server {
         let mut child = Command::new(env!("CARGO_BIN_EXE_mainstem"))
             .arg("serve")
-            .arg(fixture(model))
+            .arg(model)
             .args(["--port", "0", "--threads", "2", "--kv-type", "f32"])
             .args(flags)
             .stderr(Stdio::piped())
@@ -223,25 +228,34 @@ fn thirty_two_mixed_requests_at_once_get_what_each_gets_alone() {
     );
 }
 
-/// A client that leaves frees its slot, streaming or not; with one slot, the next request proves it.
+/// A client that leaves frees its slot, streaming or not: with one slot, the next request proves it. What was
+/// asked for is so long that it cannot have been over.
 #[test]
 fn hanging_up_frees_the_slot() {
-    let server = Server::start("gqa", &["--slots", "1"]);
-    for stream in [true, false] {
+    const LONG: u32 = 30_000;
+    let model = Copied::of("gqa", "long-context");
+    model.configure("max_position_embeddings", json!(LONG + 1000));
+    let server = Server::of(&model.0, &["--slots", "1", "--device", "reference"]);
+    for (gone, stream) in [(1.0, true), (2.0, false)] {
         let mut long = body(1, stream);
-        long["max_tokens"] = 100.into();
+        long["max_tokens"] = LONG.into();
         let mut client = server.connect("/v1/completions", Some(&long));
         if stream {
             let mut first = [0; 64];
             client.read_exact(&mut first).expect("the stream begins");
+        } else {
+            server.wait_for("mainstem_num_requests_running", 1.0);
         }
         drop(client);
         let (status, _) = server.post(body(2, false));
         assert_eq!(status, 200);
+        server.wait_for("mainstem_clients_gone_total", gone);
         server.wait_for("mainstem_num_requests_running", 0.0);
         server.wait_for("mainstem_slots_live", 0.0);
         server.wait_for("mainstem_kv_cache_usage_perc", 0.0);
     }
+    let generated = server.metric("mainstem_generation_tokens_total");
+    assert!(generated < LONG.into(), "{generated} tokens for nobody");
 }
 
 #[test]
@@ -277,4 +291,53 @@ fn errors_name_what_is_wrong() {
     assert_eq!(server.ask("/health", None).0, 200);
     let (status, models) = server.ask("/v1/models", None);
     assert!(status == 200 && models.contains("\"gqa\""), "{models}");
+}
+
+/// Asks for a recorded story, streaming or not, and compares.
+fn tell(server: &Server, story: &Story, stream: bool) {
+    let body = json!({
+        "prompt": story.prompt,
+        "max_tokens": story.new_ids.len(),
+        "temperature": 0,
+        "echo": true,
+        "ignore_eos": true,
+        "return_token_ids": true,
+        "stream": stream,
+    });
+    let (text, ids) = if stream {
+        let streamed = server.stream(&body);
+        (streamed.text, streamed.ids)
+    } else {
+        let (status, answer) = server.post(body);
+        assert_eq!(status, 200, "{answer}");
+        let choice = &answer["choices"][0];
+        let ids = choice["token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64);
+        (choice["text"].as_str().unwrap_or_default().to_owned(), ids.collect())
+    };
+    let sure = story.sure_ids();
+    assert!(ids.iter().copied().zip(sure).all(|(ours, theirs)| ours == u64::from(*theirs)), "{text}");
+    assert_eq!(ids.len(), story.new_ids.len());
+    if sure.len() == story.new_ids.len() {
+        assert_eq!(text, story.text);
+    }
+}
+
+/// Recorded texts of a trained model, each alone, and again among thirty-two requests of every kind.
+#[test]
+fn stories260k_tells_its_recorded_texts_in_any_company() {
+    let Some(folder) = stories() else { return };
+    let stories = Story::all(&folder);
+    for model in ["hf", "stories260K.bin"] {
+        let server = Server::of(&folder.join(model), &["--slots", "8", "--token-budget", "32"]);
+        stories.iter().for_each(|story| tell(&server, story, false));
+        std::thread::scope(|scope| {
+            for number in 0..32u64 {
+                let (server, stories) = (&server, &stories);
+                scope.spawn(move || match number % 4 {
+                    0 => tell(server, &stories[number as usize / 4 % stories.len()], number % 8 == 0),
+                    _ => assert_eq!(server.post(body(number, false)).0, 200),
+                });
+            }
+        });
+    }
 }

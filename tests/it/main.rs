@@ -2,6 +2,7 @@
 
 mod common;
 
+mod boundaries;
 mod cli;
 mod faults;
 mod http;

@@ -1,7 +1,7 @@
 //! The recorded answers of Hugging Face transformers (tests/oracle), through the whole engine: the same
 //! greedy tokens, and log-probabilities within 1e-3, on both backends.
 
-use crate::common::{Copied, all_home, complete_all, config, fixture, greedy};
+use crate::common::{Copied, Story, all_home, complete_all, config, fixture, greedy, stories};
 use mainstem::actors::Engine;
 use mainstem::cli::start;
 use mainstem::request::{FinishReason, Request};
@@ -109,6 +109,7 @@ async fn check_at(path: &Path, answers: &str, kind: &str) {
         for (at, token) in outcome.tokens.iter().enumerate() {
             close(token.logprob, answer.answer_logprobs[at], &format!("{what}, token {at}"));
             assert_eq!(token.top[0].0, answer.top5_ids[at][0], "{what}, token {at}");
+            assert_eq!((token.top.len(), answer.top5_logprobs[at].len()), (5, 5), "{what}, token {at}");
             for ((_, ours), theirs) in token.top.iter().zip(&answer.top5_logprobs[at]) {
                 close(Some(*ours), *theirs, &format!("{what}, token {at}, most likely ones"));
             }
@@ -116,7 +117,7 @@ async fn check_at(path: &Path, answers: &str, kind: &str) {
         assert_eq!(outcome.prompt.len(), answer.prompt.len(), "{what}");
         assert_eq!(outcome.prompt[0].logprob, None, "{what}");
         for (at, (token, expected)) in outcome.prompt[1..].iter().zip(&answer.prompt_logprobs).enumerate() {
-            assert_eq!(token.id, answer.prompt[at + 1], "{what}");
+            assert_eq!((token.id, token.top.len()), (answer.prompt[at + 1], 5), "{what}");
             close(token.logprob, *expected, &format!("{what}, prompt token {}", at + 1));
         }
         assert_eq!(answer.prompt_logprobs.len(), answer.prompt.len() - 1, "{what}");
@@ -155,9 +156,7 @@ async fn the_reference_backend_gives_the_recorded_answers() {
 #[actix::test]
 async fn a_new_model_is_a_specification_file() {
     let model = Copied::of("gqa", "new-model");
-    let config = std::fs::read_to_string(model.file("config.json")).expect("the copy is there");
-    let config = config.replace("\"model_type\": \"llama\"", "\"model_type\": \"unheard_of\"");
-    std::fs::write(model.file("config.json"), config).expect("it can be written");
+    model.configure("model_type", "unheard_of".into());
     let spec = include_str!("../../specs/llama.toml").replace("[\"llama\"]", "[\"unheard_of\"]");
     std::fs::write(model.file("spec.toml"), spec).expect("it can be written");
     check_at(&model.0, "gqa/answers.json", "cpu").await;
@@ -166,30 +165,14 @@ async fn a_new_model_is_a_specification_file() {
 /// The trained model that lies beside the checkout for those who have it: its recorded texts, by id.
 #[actix::test]
 async fn stories260k_gives_its_recorded_texts_where_it_is_at_hand() {
-    #[derive(Deserialize)]
-    struct Stories {
-        cases: Vec<Case>,
-    }
-    #[derive(Deserialize)]
-    struct Case {
-        prompt_ids: Vec<u32>,
-        new_ids: Vec<u32>,
-        top1_minus_top2_logit: Vec<f32>,
-    }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/models/stories260K");
-    let Ok(text) = std::fs::read(folder.join("expected_greedy.json")) else {
-        eprintln!("skipped: no stories260K beside the checkout");
-        return;
-    };
-    let stories: Stories = serde_json::from_slice(&text).expect("the recorded texts are in their form");
+    let Some(folder) = stories() else { return };
+    let stories = Story::all(&folder);
     for model in ["hf", "stories260K.bin"] {
         let engine = start(&folder.join(model), "cpu").await;
-        let requests = stories.cases.iter().map(|case| greedy(&case.prompt_ids, case.new_ids.len() as u32));
-        for (case, outcome) in stories.cases.iter().zip(complete_all(&engine, requests).await) {
-            // Up to where the two best logits are so close that another order of summation may differ.
-            let sure = case.top1_minus_top2_logit.iter().position(|gap| *gap < 1e-3);
-            let sure = sure.unwrap_or(case.new_ids.len());
-            assert_eq!(outcome.ids()[..sure], case.new_ids[..sure], "{model}");
+        let requests = stories.iter().map(|story| greedy(&story.prompt_ids, story.new_ids.len() as u32));
+        for (story, outcome) in stories.iter().zip(complete_all(&engine, requests).await) {
+            let sure = story.sure_ids();
+            assert_eq!(&outcome.ids()[..sure.len()], sure, "{model}: {:?}", story.prompt);
         }
         engine.stop();
     }

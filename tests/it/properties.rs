@@ -1,7 +1,7 @@
 //! Arithmetic does not depend on company: alone = among others = in chunks = after moves, bit for bit, for
 //! the oracle and for every instruction set of the fast backend.
 
-use crate::common::{fixture, prompt};
+use crate::common::{fixture, prompt, skipped};
 use mainstem::model::ModelSource;
 use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
@@ -11,14 +11,35 @@ use mainstem_kernels::{
     StepOutput, TableUpdate, Want,
 };
 
-const PAGE: usize = 32;
 const SLOTS: u32 = 6;
+/// The longest sequence.
+const POSITIONS: usize = 128;
 
 /// A device driven by hand.
 struct Rig {
     executor: Box<dyn Executor>,
+    page_positions: usize,
     step: u64,
     batch: StepBatch,
+}
+
+/// How a sequence's tokens are drawn.
+#[derive(Clone, Copy)]
+enum Pick {
+    Greedy,
+    /// By chance, from a seed.
+    Drawn(u64),
+}
+
+impl Pick {
+    /// For the token that gets `position`.
+    fn row(self, position: usize) -> SampleRow {
+        let row = SampleRow { logprob: true, position: position as u32, ..SampleRow::GREEDY };
+        match self {
+            Pick::Greedy => row,
+            Pick::Drawn(seed) => SampleRow { temperature: 1.1, top_k: 50, top_p: 0.97, seed, ..row },
+        }
+    }
 }
 
 /// A token and the bits of its log-probability.
@@ -26,66 +47,71 @@ type Drawn = (u32, u32);
 
 impl Rig {
     fn new(backend: &str, model: &str, ty: QuantType) -> Option<Rig> {
+        let threads = if backend == "portable" { 3 } else { 2 };
+        Rig::with(backend, model, ty, 32, threads)
+    }
+
+    fn with(backend: &str, model: &str, ty: QuantType, page_positions: usize, threads: usize) -> Option<Rig> {
         let source = ModelSource::open(&fixture(model), None).unwrap();
         let limits = StepLimits {
             slots: SLOTS as usize,
             rows: 160,
             logit_rows: 4,
-            positions: 128,
-            page_positions: PAGE,
+            positions: POSITIONS,
+            page_positions,
             top_logprobs: 0,
             vocab: source.spec.vocab,
         };
-        let kv = KvPlan { ty, pages: 1 + SLOTS as usize * 4 };
-        let cpu = |isa, threads| match CpuBackend::new(CpuConfig { threads, isa }) {
+        let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
+        let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa }) {
             Ok(backend) => Some(Box::new(ModelExecutor::new(backend, &source, kv, limits).unwrap()) as _),
             Err(absent) => {
-                eprintln!("skipped: {backend}: {absent}");
+                skipped(&format!("{backend}: {absent}"));
                 None
             }
         };
         let executor: Option<Box<dyn Executor>> = match backend {
             "reference" => Some(Box::new(ModelExecutor::new(Reference::new(), &source, kv, limits).unwrap())),
-            "avx512" => cpu(Isa::Avx512, 2),
-            "avx2" => cpu(Isa::Avx2, 2),
-            "portable" => cpu(Isa::Portable, 3),
+            "avx512" => cpu(Isa::Avx512),
+            "avx2" => cpu(Isa::Avx2),
+            "portable" => cpu(Isa::Portable),
             other => unreachable!("{other}"),
         };
-        Some(Rig { executor: executor?, step: 0, batch: StepBatch::default() })
+        Some(Rig { executor: executor?, page_positions, step: 0, batch: StepBatch::default() })
     }
 
     /// Gives a slot its pages: scattered, and different for each slot.
     fn open(&mut self, slot: u32, pages_of: u32) {
-        for index in 0..4 {
-            let page = 1 + (pages_of * 4 + index) * 7 % (SLOTS * 4);
+        let pages = (POSITIONS / self.page_positions) as u32;
+        for index in 0..pages {
+            let page = 1 + (pages_of * pages + index) * 7 % (SLOTS * pages);
             self.batch.tables.push(TableUpdate { slot, index, page });
         }
     }
 
-    fn give(&mut self, slot: u32, start: usize, tokens: &[u32], draw: bool) {
+    /// A prompt's tokens; the one after them is drawn if `pick` says how.
+    fn give(&mut self, slot: u32, start: usize, tokens: &[u32], pick: Option<Pick>) {
         let at = self.batch.tokens.len() as u32;
         self.batch.tokens.extend_from_slice(tokens);
         let given = SpanTokens::Given { at, len: tokens.len() as u32 };
-        self.span(slot, start, given, if draw { Want::Last } else { Want::None });
+        self.span(slot, start, given, pick.map(|pick| pick.row(start + tokens.len())));
     }
 
-    fn last(&mut self, slot: u32, start: usize) {
-        self.span(slot, start, SpanTokens::Last, Want::Last);
+    /// The slot's last token, which stands at `start`.
+    fn last(&mut self, slot: u32, start: usize, pick: Pick) {
+        self.span(slot, start, SpanTokens::Last, Some(pick.row(start + 1)));
     }
 
-    fn span(&mut self, slot: u32, start: usize, tokens: SpanTokens, want: Want) {
-        let start = start as u32;
+    fn span(&mut self, slot: u32, start: usize, tokens: SpanTokens, sample: Option<SampleRow>) {
         self.batch.spans.push(Span {
             model: SpanModel::Target,
             slot,
-            start,
+            start: start as u32,
             tokens,
             table: SpanTable::Own,
-            want,
+            want: if sample.is_some() { Want::Last } else { Want::None },
         });
-        if want == Want::Last {
-            self.batch.samples.push(SampleRow { logprob: true, ..SampleRow::GREEDY });
-        }
+        self.batch.samples.extend(sample);
     }
 
     fn run(&mut self) -> Vec<Drawn> {
@@ -98,12 +124,12 @@ impl Rig {
     }
 
     /// The prompt whole, then token by token.
-    fn alone(&mut self, prompt: &[u32], tokens: usize) -> Vec<Drawn> {
+    fn alone(&mut self, prompt: &[u32], tokens: usize, pick: Pick) -> Vec<Drawn> {
         self.open(0, 0);
-        self.give(0, 0, prompt, true);
+        self.give(0, 0, prompt, Some(pick));
         let mut drawn = self.run();
         for i in 1..tokens {
-            self.last(0, prompt.len() + i - 1);
+            self.last(0, prompt.len() + i - 1, pick);
             drawn.extend(self.run());
         }
         drawn
@@ -130,35 +156,36 @@ fn for_all_rigs(check: impl Fn(&mut Rig, &str)) {
 fn a_prompt_in_chunks_is_the_prompt_whole_at_every_boundary() {
     for_all_rigs(|rig, name| {
         let prompt = prompt(1, 41);
-        let whole = rig.alone(&prompt, 3);
+        let whole = rig.alone(&prompt, 3, Pick::Greedy);
         for cut in 1..prompt.len() {
             rig.open(2, 3);
-            rig.give(2, 0, &prompt[..cut], false);
+            rig.give(2, 0, &prompt[..cut], None);
             rig.run();
-            rig.give(2, cut, &prompt[cut..], true);
+            rig.give(2, cut, &prompt[cut..], Some(Pick::Greedy));
             let mut drawn = rig.run();
             for i in 1..3 {
-                rig.last(2, prompt.len() + i - 1);
+                rig.last(2, prompt.len() + i - 1, Pick::Greedy);
                 drawn.extend(rig.run());
             }
             assert_eq!(drawn, whole, "{name}: cut at {cut}");
         }
         rig.open(1, 1);
         for (i, token) in prompt.iter().enumerate() {
-            rig.give(1, i, &[*token], i + 1 == prompt.len());
+            rig.give(1, i, &[*token], (i + 1 == prompt.len()).then_some(Pick::Greedy));
             let drawn = rig.run();
             assert!(drawn.is_empty() || drawn[0] == whole[0], "{name}: token by token");
         }
     });
 }
 
-/// Three sequences join at different steps, one prompt in chunks beside decoding rows, and before every step
-/// some slots change places.
+/// Three sequences, greedy and drawn, join at different steps, one prompt in chunks beside decoding rows, and
+/// before every step one or two of them move to other slots.
 #[test]
 fn company_and_moves_change_nothing() {
     for_all_rigs(|rig, name| {
         let prompts = [prompt(1, 33), prompt(2, 5), prompt(3, 64)];
-        let alone = prompts.each_ref().map(|prompt| rig.alone(prompt, 8));
+        let picks = [Pick::Greedy, Pick::Drawn(11), Pick::Drawn(12)];
+        let alone = [0, 1, 2].map(|s| rig.alone(&prompts[s], 8, picks[s]));
         let mut slots = [3u32, 1, 4];
         let mut drawn: [Vec<Drawn>; 3] = Default::default();
         let mut given = [0usize; 3];
@@ -168,11 +195,12 @@ fn company_and_moves_change_nothing() {
             }
             let mut waiting = Vec::new();
             if turn > 1 {
-                // Everybody moves to a free slot, one at a time over the turns.
-                let free = (0..SLOTS).find(|slot| !slots.contains(slot)).unwrap();
-                let mover = turn % 3;
-                rig.batch.moves.push(SlotMove { from: slots[mover], to: free });
-                slots[mover] = free;
+                // Everybody moves to a free slot, over the turns.
+                let free: Vec<u32> = (0..SLOTS).filter(|slot| !slots.contains(slot)).collect();
+                for (mover, to) in (turn..turn + 1 + turn % 2).zip(free) {
+                    let from = std::mem::replace(&mut slots[mover % 3], to);
+                    rig.batch.moves.push(SlotMove { from, to });
+                }
             }
             for s in [2, 0, 1] {
                 let len = prompts[s].len();
@@ -185,13 +213,13 @@ fn company_and_moves_change_nothing() {
                     }
                     let chunk = (len - given[s]).min(10 + s * 20);
                     let last = given[s] + chunk == len;
-                    rig.give(slots[s], given[s], &prompts[s][given[s]..][..chunk], last);
+                    rig.give(slots[s], given[s], &prompts[s][given[s]..][..chunk], last.then_some(picks[s]));
                     given[s] += chunk;
                     if last {
                         waiting.push(s);
                     }
                 } else {
-                    rig.last(slots[s], len + drawn[s].len() - 1);
+                    rig.last(slots[s], len + drawn[s].len() - 1, picks[s]);
                     waiting.push(s);
                 }
             }
@@ -208,10 +236,29 @@ fn company_and_moves_change_nothing() {
 fn instruction_sets_with_fused_multiply_add_agree_to_the_bit() {
     for model in MODELS {
         let prompt = prompt(5, 50);
-        let drawn = ["avx512", "avx2"]
-            .map(|isa| Rig::new(isa, model, QuantType::F16).map(|mut rig| rig.alone(&prompt, 6)));
+        let drawn = ["avx512", "avx2"].map(|isa| {
+            Rig::new(isa, model, QuantType::F16).map(|mut rig| rig.alone(&prompt, 6, Pick::Drawn(5)))
+        });
         if let [Some(wide), Some(narrow)] = drawn {
             assert_eq!(wide, narrow, "{model}");
+        }
+    }
+}
+
+#[test]
+fn page_size_and_threads_change_nothing() {
+    for backend in BACKENDS {
+        for model in MODELS {
+            let prompt = prompt(7, 70);
+            let drawn = |page_positions, threads| {
+                let mut rig = Rig::with(backend, model, QuantType::F16, page_positions, threads)?;
+                Some(rig.alone(&prompt, 40, Pick::Drawn(9)))
+            };
+            let Some(first) = drawn(32, 1) else { continue };
+            for (page_positions, threads) in [(64, 1), (POSITIONS, 1), (32, 2), (32, 3), (64, 3)] {
+                let what = format!("{backend}, {model}: pages of {page_positions}, {threads} threads");
+                assert_eq!(drawn(page_positions, threads).as_ref(), Some(&first), "{what}");
+            }
         }
     }
 }

@@ -33,6 +33,7 @@ impl Executor for Gated {
 
 /// The other side of the gate.
 struct Gate {
+    slots: usize,
     entered: tokio_mpsc::UnboundedReceiver<StepBatch>,
     leave: mpsc::Sender<()>,
 }
@@ -49,9 +50,9 @@ impl Gate {
 
     /// Lets everything through from here on, and gives what passed meanwhile.
     async fn open(self, engine: &Engine) -> Vec<StepBatch> {
-        let Gate { mut entered, leave } = self;
+        let Gate { slots, mut entered, leave } = self;
         drop(leave);
-        all_home(engine, 4).await;
+        all_home(engine, slots).await;
         let mut steps = Vec::new();
         while let Ok(step) = entered.try_recv() {
             steps.push(step);
@@ -61,28 +62,38 @@ impl Gate {
 }
 
 async fn gated(settings: &[(&'static str, Value)]) -> (Engine, Gate) {
+    gated_slots(4, settings).await
+}
+
+async fn gated_slots(slots: usize, settings: &[(&'static str, Value)]) -> (Engine, Gate) {
+    let mut settings = settings.to_vec();
+    settings.push(("scheduler.slots", Value::from(slots as i64)));
     let (entered_tx, entered) = tokio_mpsc::unbounded_channel();
     let (leave, leave_rx) = mpsc::channel();
     let mut door = Some((entered_tx, leave_rx));
-    let engine = engine_with("gqa", settings, |mut factory| {
+    let engine = engine_with("gqa", &settings, |mut factory| {
         Box::new(move || {
             let (entered, leave) = door.take().expect("this device is built once");
             Ok(Box::new(Gated { inner: factory()?, entered, leave }))
         })
     })
     .await;
-    (engine, Gate { entered, leave })
+    (engine, Gate { slots, entered, leave })
 }
 
 async fn submit(engine: &Engine, number: usize, len: usize, max_tokens: u32) -> TokenStream {
     engine.intake.submit(greedy(&prompt(number, len), max_tokens)).await.expect("it is taken in")
 }
 
-/// Waits until `requests` requests hold their pages, whatever the device does meanwhile.
+/// Waits until `pages` pages are held, whatever the device does meanwhile.
 async fn ready(engine: &Engine, pages: usize) {
     within(async {
         while engine.actors.kv.send(Held).await.expect("kv answers").1 < pages {
             tokio::task::yield_now().await;
+        }
+        // Two more turns of the control thread, in which prefill hears of the last of them.
+        for _ in 0..2 {
+            free_permits(&engine.actors.intake).await;
         }
     })
     .await;
@@ -129,8 +140,12 @@ async fn a_long_prompt_keeps_to_the_budget_and_stalls_nobody() {
     engine.stop();
 }
 
-/// Different lengths on four slots: with the shuffle on the slots of each step are contiguous; with it off,
-/// holes between them are computed; and a step after an end has fewer rows.
+fn holes(step: &StepBatch) -> usize {
+    step.spans.iter().filter(|span| span.table == SpanTable::Sink).count()
+}
+
+/// Eight requests of different lengths on four slots: with the shuffle on the slots of each step are contiguous;
+/// with it off nobody moves, and the holes between them are computed.
 #[actix::test]
 async fn slots_are_contiguous_or_their_holes_are_computed() {
     for shuffle in ["on", "off"] {
@@ -141,18 +156,16 @@ async fn slots_are_contiguous_or_their_holes_are_computed() {
         }
         let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
         let (steps, _) = tokio::join!(gate.open(&engine), outcomes);
-        let mut moves = 0;
-        let mut holes = 0;
         for step in &steps {
             let slots: BTreeSet<u32> = step.spans.iter().map(|span| span.slot).collect();
             assert_eq!(slots.len(), step.spans.len(), "one span for each slot");
             let (low, high) = (slots.first().unwrap(), slots.last().unwrap());
             assert_eq!((high - low + 1) as usize, slots.len(), "shuffle {shuffle}: {slots:?}");
-            moves += step.moves.len();
-            holes += step.spans.iter().filter(|span| span.table == SpanTable::Sink).count();
+            match shuffle {
+                "on" => assert_eq!(holes(step), 0),
+                _ => assert_eq!(step.moves.len(), 0),
+            }
         }
-        assert_eq!((moves > 0, holes > 0), (shuffle == "on", shuffle == "off"));
-        assert_eq!(steps.last().unwrap().rows(), 1, "the longest ends alone");
         engine.stop();
     }
 }
@@ -226,5 +239,130 @@ async fn what_can_never_fit_is_refused_with_its_numbers() {
     bad.sampling.top_p = 0.0;
     let refused = engine.intake.submit(bad).await.map(drop);
     assert!(matches!(refused, Err(RequestError::Invalid { param: "top_p", .. })));
+    engine.stop();
+}
+
+/// Spans that begin a prompt.
+fn joining(step: &StepBatch) -> usize {
+    step.spans.iter().filter(|span| span.start == 0 && span.table == SpanTable::Own).count()
+}
+
+/// What requests of `max_tokens` tokens each cost: the steps after the one in which all of them joined. They
+/// come together, while another request's only step stands at the gate.
+async fn together(shuffle: &'static str, max_tokens: &[u32]) -> Vec<StepBatch> {
+    let settings = [("scheduler.shuffle", shuffle.into())];
+    let (engine, mut gate) = gated_slots(max_tokens.len() + 1, &settings).await;
+    let opening = submit(&engine, 0, 3, 1).await;
+    gate.next().await;
+    let mut streams = vec![opening];
+    for (number, tokens) in max_tokens.iter().enumerate() {
+        streams.push(submit(&engine, 1 + number, 6, *tokens).await);
+    }
+    ready(&engine, streams.len()).await;
+    gate.pass();
+    let joined = gate.next().await;
+    assert_eq!((joining(&joined), joined.rows()), (max_tokens.len(), 6 * max_tokens.len()));
+    let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
+    let (steps, outcomes) = tokio::join!(gate.open(&engine), outcomes);
+    for (outcome, tokens) in outcomes[1..].iter().zip(max_tokens) {
+        assert_eq!(outcome.tokens.len(), *tokens as usize);
+    }
+    engine.stop();
+    steps
+}
+
+#[actix::test]
+async fn one_pass_over_the_weights_serves_all() {
+    let alone = together("on", &[20]).await;
+    let four = together("on", &[20; 4]).await;
+    assert_eq!((alone.len(), four.len()), (19, 19));
+    assert!(alone.iter().all(|step| step.rows() == 1) && four.iter().all(|step| step.rows() == 4));
+}
+
+/// The two shortest leave holes behind. Each is closed by one move, or computed until an edge passes it.
+#[actix::test]
+async fn a_step_has_no_row_for_who_is_through() {
+    let rows = |steps: &[StepBatch]| steps.iter().map(StepBatch::rows).collect::<Vec<_>>();
+    let lengths = [9, 3, 6, 4];
+    let shuffled = together("on", &lengths).await;
+    assert_eq!(rows(&shuffled), [4, 4, 3, 2, 2, 1, 1, 1]);
+    let moves: Vec<usize> = shuffled.iter().map(|step| step.moves.len()).collect();
+    assert_eq!((moves, shuffled.iter().map(holes).sum::<usize>()), (vec![0, 0, 1, 1, 0, 0, 0, 0], 0));
+    let left = together("off", &lengths).await;
+    assert_eq!(rows(&left), [4, 4, 4, 3, 3, 1, 1, 1]);
+    assert_eq!(left.iter().map(holes).collect::<Vec<_>>(), [0, 0, 1, 1, 1, 0, 0, 0]);
+    assert!(left.iter().all(|step| step.moves.is_empty()));
+}
+
+#[actix::test]
+async fn a_client_that_leaves_while_decoding_takes_its_row_along() {
+    let (engine, mut gate) = gated(&[]).await;
+    let staying = submit(&engine, 0, 5, 12).await;
+    gate.next().await;
+    let leaving = submit(&engine, 1, 5, 12).await;
+    ready(&engine, 2).await;
+    for _ in 0..2 {
+        gate.pass();
+        gate.next().await;
+    }
+    // Both decode, and their second step stands at the gate.
+    drop(leaving);
+    gate.pass();
+    let next = gate.next().await;
+    assert_eq!((next.spans.len(), next.rows()), (1, 1));
+    within(async {
+        while free_permits(&engine.actors.intake).await < 3 {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    let (_, staying) = tokio::join!(gate.open(&engine), outcome(staying));
+    assert_eq!((staying.tokens.len(), staying.end), (12, Some(Ok(FinishReason::Length))));
+    engine.stop();
+}
+
+#[actix::test]
+async fn concurrent_requests_step_alone_and_all_in_every_turn() {
+    let (engine, mut gate) = gated(&[("scheduler.policy", "concurrent".into())]).await;
+    let mut streams = vec![submit(&engine, 0, 5, 10).await];
+    gate.next().await;
+    for number in 1..3 {
+        streams.push(submit(&engine, number, 5, 10).await);
+    }
+    ready(&engine, 3).await;
+    for turn in 0..5 {
+        let mut slots = BTreeSet::new();
+        for _ in 0..3 {
+            gate.pass();
+            let step = gate.next().await;
+            assert_eq!(step.spans.len(), 1, "turn {turn}");
+            slots.insert(step.spans[0].slot);
+        }
+        assert_eq!(slots.len(), 3, "turn {turn}: a step for each sequence");
+    }
+    let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
+    let (rest, outcomes) = tokio::join!(gate.open(&engine), outcomes);
+    assert!(rest.iter().all(|step| step.spans.len() == 1));
+    assert!(outcomes.iter().all(|outcome| outcome.tokens.len() == 10));
+    engine.stop();
+}
+
+/// The window is so long that only full slots end it: two batches of four, however early the second came.
+#[actix::test]
+async fn who_arrives_while_a_batch_runs_waits_until_it_is_through() {
+    let settings = [("scheduler.policy", "window".into()), ("scheduler.window", "1h".into())];
+    let (engine, mut gate) = gated(&settings).await;
+    let mut streams = Vec::new();
+    for (number, tokens) in [6, 2, 9, 4, 3, 3, 5, 1].into_iter().enumerate() {
+        streams.push(submit(&engine, number, 6, tokens).await);
+    }
+    let first = gate.next().await;
+    assert_eq!((joining(&first), first.rows()), (4, 4 * 6));
+    let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
+    let (steps, outcomes) = tokio::join!(gate.open(&engine), outcomes);
+    let rows: Vec<usize> = steps.iter().map(StepBatch::rows).collect();
+    assert_eq!(rows, [4, 3, 3, 2, 2, 1, 1, 1, 4 * 6, 3, 3, 1, 1]);
+    assert_eq!(joining(&steps[8]), 4);
+    assert!(outcomes.iter().all(|outcome| outcome.end == Some(Ok(FinishReason::Length))));
     engine.stop();
 }

@@ -85,7 +85,7 @@ impl Pool {
     }
 
     /// Calls `work(worker, item)` for each item below `items`, on all threads, and returns when all are done.
-    /// A panic of one item is raised here, after the others have ended.
+    /// A panic of one item is raised here, when no thread is in an item any more.
     pub fn run<F: Fn(usize, usize) + Sync>(&mut self, items: usize, work: F) {
         if self.workers.is_empty() || items < 2 {
             return (0..items).for_each(|item| work(0, item));
