@@ -169,8 +169,8 @@ impl Kv {
 
 #[cfg(test)]
 mod tests {
-    use super::super::intake::testing::within;
     use super::super::stream::{TokenStream, channel};
+    use super::super::testing::within;
     use super::*;
     use actix::Addr;
     use mainstem_kernels::random::philox;

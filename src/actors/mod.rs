@@ -24,6 +24,9 @@ pub mod status;
 
 pub mod engine;
 
+#[cfg(test)]
+mod testing;
+
 pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

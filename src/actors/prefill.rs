@@ -220,8 +220,8 @@ impl Prefill {
 #[cfg(test)]
 mod tests {
     use super::super::intake::Released;
-    use super::super::intake::testing::{ear, next, request, sequence, within};
     use super::super::stream::TokenStream;
+    use super::super::testing::{ear, next, request, sequence, within};
     use super::*;
     use crate::memory::{Lease, PagePool};
     use actix::{Addr, MessageResult};

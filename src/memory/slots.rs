@@ -1,8 +1,8 @@
 //! Which sequence holds which slot, and the window of slots that a step computes.
 //!
 //! A turn's changes come in one order: the finished leave, the new ones join (in holes first, which saves
-//! moves), and [`SlotMap::compact`] closes the gaps that are left. With the shuffle on, the window then has no
-//! holes; with it off, holes stay where they are until a new sequence takes them or an edge of the window
+//! moves), and [`SlotMap::compact`] closes the gaps that are left. With the shuffle on, the window then has
+//! no holes; with it off, holes stay where they are until a new sequence takes them or an edge of the window
 //! passes them.
 //! Invariant: a key holds one slot, a slot one key. All else (window, holes, number of live sequences) is
 //! read off the slots and stored nowhere.

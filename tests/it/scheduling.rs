@@ -144,8 +144,8 @@ fn holes(step: &StepBatch) -> usize {
     step.spans.iter().filter(|span| span.table == SpanTable::Sink).count()
 }
 
-/// Eight requests of different lengths on four slots: with the shuffle on the slots of each step are contiguous;
-/// with it off nobody moves, and the holes between them are computed.
+/// Eight requests of different lengths on four slots: with the shuffle on the slots of each step are
+/// contiguous; with it off nobody moves, and the holes between them are computed.
 #[actix::test]
 async fn slots_are_contiguous_or_their_holes_are_computed() {
     for shuffle in ["on", "off"] {

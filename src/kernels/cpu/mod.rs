@@ -98,17 +98,26 @@ impl CpuBackend {
         self.step.as_ref().expect(UNPREPARED)
     }
 
-    /// Makes the scratch of matmul and attention anew, where it has become too small.
+    /// Makes the scratch of matmul and attention anew, where it has become too small. Before `prepare` has
+    /// told the rows, sizes are only noted.
     fn grow_scratch(&mut self, rows: usize, inp: usize, v_dim: usize) -> Result<(), DeviceError> {
-        let threads = self.pool.threads();
         if rows > self.rows || inp > self.inp_max {
             (self.rows, self.inp_max) = (self.rows.max(rows), self.inp_max.max(inp));
             self.matmul = None;
-            self.matmul = Some(MatmulScratch::new(self.rows, self.inp_max, threads)?);
         }
         if v_dim > self.v_dim_max {
             self.v_dim_max = v_dim;
-            let len = threads * attention::scratch_len(v_dim);
+            self.attention = None;
+        }
+        if self.rows == 0 {
+            return Ok(());
+        }
+        let threads = self.pool.threads();
+        if self.matmul.is_none() {
+            self.matmul = Some(MatmulScratch::new(self.rows, self.inp_max, threads)?);
+        }
+        if self.attention.is_none() {
+            let len = threads * attention::scratch_len(self.v_dim_max);
             self.attention = Some(HostBuf::zeroed(len * size_of::<f32>())?);
         }
         Ok(())
