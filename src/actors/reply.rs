@@ -22,7 +22,7 @@ pub enum Echo {
 /// A part of the reply.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
-    /// Whole characters; empty at most in the last piece and where no token of the prompt has text.
+    /// Whole characters; none where the piece's tokens have no text.
     pub text: String,
     pub tokens: Vec<PlacedToken>,
     pub origin: Origin,
@@ -95,7 +95,8 @@ impl ReplyStream {
                 Some(TokenEvent::Token(token)) => {
                     self.measure.token(self.events.sent_at());
                     let text = self.push(token);
-                    if !text.is_empty() {
+                    // A token without text leaves at once too, unless it waits for the rest of a character.
+                    if !text.is_empty() || self.detokenizer.holds_nothing() {
                         return Some(Ok(self.piece(text, Origin::Answer)));
                     }
                 }

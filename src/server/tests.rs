@@ -704,6 +704,26 @@ async fn health_follows_the_decode_loop() {
     house.close().await;
 }
 
+/// Tokens without text, such as end tokens that are ignored, leave as they are made all the same.
+#[actix_web::test]
+async fn tokens_without_text_are_not_held_back() {
+    let mut house = House::open();
+    let body =
+        json!({ "prompt": "p", "stream": true, "ignore_eos": true, "return_token_ids": true }).to_string();
+    let mut client = house.begin(&body).await;
+    let (_, events) = house.call().await;
+    for made in 1..=3 {
+        events.send(TokenEvent::Token(bare(BOS)));
+        let ids = format!("\"token_ids\":[{BOS}]");
+        while String::from_utf8_lossy(&client.read).matches(&ids).count() < made {
+            assert!(client.read_on().await, "the stream goes on");
+        }
+    }
+    events.send(TokenEvent::Finished(FinishReason::Length));
+    assert_eq!(client.response().await.status, 200);
+    house.close().await;
+}
+
 /// Shutdown waits for answers, not for an upload that never ends.
 #[actix_web::test]
 async fn an_unfinished_upload_holds_nothing_up() {

@@ -77,6 +77,14 @@ impl Detokenizer {
         }
     }
 
+    /// Whether the text of every id so far has left.
+    pub fn holds_nothing(&self) -> bool {
+        match &self.tail {
+            Tail::Bytes { pending, .. } => pending.is_empty(),
+            Tail::Tokens { ids, shown } => *shown == ids.len(),
+        }
+    }
+
     /// The text of what is held back still, when no more ids come.
     pub fn finish(&mut self) -> String {
         match &mut self.tail {
