@@ -216,8 +216,12 @@ impl Layers {
 
     /// Adds a layer whose keys are all known.
     fn add(&mut self, origin: Source, table: Table) -> Result<(), ConfigError> {
-        let known = keys(&self.0[0].1);
-        let unknown = keys(&table).into_iter().find(|key| !known.contains(key));
+        let defaults = &self.0[0].1;
+        let known = keys(defaults);
+        // A section whose keys are all commented out is empty, and no mistake.
+        let is_known =
+            |key: &String| known.contains(key) || (defaults.contains_key(key) && table[key].is_table());
+        let unknown = keys(&table).into_iter().find(|key| !is_known(key));
         if let Some(key) = unknown {
             let nearest = known.iter().min_by_key(|k| distance(k, &key)).expect("there are keys");
             let message = format!("there is no key '{key}'; the nearest is '{nearest}'");
@@ -331,7 +335,7 @@ fn split(key: &str) -> (&str, &str) {
     key.split_once('.').expect("a key has a section; anything else is a bug")
 }
 
-/// Every `section.name` of a table, and the names that stand in no section.
+/// Every `section.name` of a table, and the names that stand in no section or for an empty one.
 fn keys(table: &Table) -> Vec<String> {
     let names = |(section, value): (&String, &Value)| match value {
         Value::Table(inner) if !inner.is_empty() => {
@@ -544,6 +548,14 @@ mod tests {
         );
         assert!(error_of("[schedular]\nslots = 1").ends_with("the nearest is 'scheduler.slots'"));
         assert!(error_of("slots = 1").contains("there is no key 'slots'"));
+        assert!(error_of("[schedular]").contains("there is no key 'schedular'"));
+        assert!(error_of("server = 1").contains("there is no key 'server'"));
+    }
+
+    #[test]
+    fn a_section_whose_keys_are_all_commented_out_changes_nothing() {
+        let defaults = Config::load(None, Overrides::default()).unwrap();
+        assert_eq!(config_of("[server]\n# port = 1\n[kv]\n").unwrap(), defaults);
     }
 
     #[test]

@@ -107,6 +107,19 @@ fn kinds(record: &Record) -> Vec<FailureKind> {
     record.samples.iter().filter_map(kind).collect()
 }
 
+/// Answers `count` requests, and none of them before all have come.
+fn serve_once_all_are_there(count: usize) -> SocketAddr {
+    let (listener, address) = listen();
+    thread::spawn(move || {
+        let streams: Vec<TcpStream> = listener.incoming().take(count).map(Result::unwrap).collect();
+        for stream in streams {
+            let body = read_request(&stream);
+            answer_well(stream, body);
+        }
+    });
+    address
+}
+
 #[test]
 fn a_good_server_completes_every_request_in_full() {
     let address = serve(20, answer_well);
@@ -121,15 +134,7 @@ fn a_good_server_completes_every_request_in_full() {
 #[test]
 fn more_requests_are_in_flight_than_a_connection_pool_would_hold() {
     const REQUESTS: usize = 150;
-    let (listener, address) = listen();
-    thread::spawn(move || {
-        // None is answered before all are there.
-        let streams: Vec<TcpStream> = listener.incoming().take(REQUESTS).map(Result::unwrap).collect();
-        for stream in streams {
-            let body = read_request(&stream);
-            answer_well(stream, body);
-        }
-    });
+    let address = serve_once_all_are_there(REQUESTS);
     let summary = Summary::of(&run_to_end(&settings(address, REQUESTS)).samples);
     assert_eq!((summary.completed, summary.peak_concurrency), (REQUESTS, REQUESTS));
 }
@@ -138,15 +143,8 @@ fn more_requests_are_in_flight_than_a_connection_pool_would_hold() {
 fn a_stalled_server_shows_in_the_percentiles() {
     const REQUESTS: usize = 20;
     const GAP_MS: u32 = 5;
-    let (listener, address) = listen();
-    thread::spawn(move || {
-        // Stalls until the last request has come; a client that waited for an answer would never send it.
-        let streams: Vec<TcpStream> = listener.incoming().take(REQUESTS).map(Result::unwrap).collect();
-        for stream in streams {
-            let body = read_request(&stream);
-            answer_well(stream, body);
-        }
-    });
+    // A client that waited for an answer before it went on would never send the last request.
+    let address = serve_once_all_are_there(REQUESTS);
     let arrivals = format!("constant:{GAP_MS}").parse().unwrap();
     let record = run_to_end(&Settings { arrivals, ..settings(address, REQUESTS) });
     for (index, sample) in record.samples.iter().enumerate() {

@@ -198,6 +198,8 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<K
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
         KvSize::Fitting => whole.min(spare_memory(limits, source) / page).max(1),
     };
+    // More than every slot can use would only be memory lost.
+    let pages = pages.min(whole);
     let (wanted, free) = (pages.saturating_mul(page), available_memory());
     ensure!(wanted <= free, "kv.size asks for {wanted} bytes, but only {free} are free");
     ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
@@ -205,8 +207,7 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<K
         pages < u32::MAX as usize,
         "the configured KV cache has {pages} pages, more than can be numbered"
     );
-    // More than every slot can use would only be memory lost.
-    Ok(KvPlan { ty: kv.ty, pages: pages.min(whole) + 1 })
+    Ok(KvPlan { ty: kv.ty, pages: pages + 1 })
 }
 
 /// Half of what is free once weights and activations are in: the other half belongs to whoever else uses

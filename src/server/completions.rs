@@ -118,20 +118,24 @@ fn tokens(tokenizer: &Tokenizer, prompt: Prompt) -> Result<Vec<u32>, ApiError> {
     tokenizer.bos_id().map(|bos| vec![bos]).ok_or_else(empty)
 }
 
+/// Hands the request in.
 async fn submit(app: &App, request: Request) -> Result<TokenStream, ApiError> {
     app.parts.intake.submit(request).await.map_err(refused)
 }
 
-/// Counts a refusal.
+/// Counts a refusal. An engine that is gone or failed refuses nobody: that is our fault, not a decision.
 fn refused(error: RequestError) -> ApiError {
     let reason = match error {
-        RequestError::TooLong { .. } => "too_long",
-        RequestError::TooLarge { .. } => "too_large",
-        RequestError::Busy { .. } => "busy",
-        RequestError::Draining => "draining",
-        _ => "invalid",
+        RequestError::TooLong { .. } => Some("too_long"),
+        RequestError::TooLarge { .. } => Some("too_large"),
+        RequestError::Busy { .. } => Some("busy"),
+        RequestError::Draining => Some("draining"),
+        RequestError::Invalid { .. } | RequestError::UnknownModel { .. } => Some("invalid"),
+        RequestError::EngineGone | RequestError::DeviceFailed(_) => None,
     };
-    telemetry::ADMISSION_REJECTIONS.count([reason]);
+    if let Some(reason) = reason {
+        telemetry::ADMISSION_REJECTIONS.count([reason]);
+    }
     error.into()
 }
 

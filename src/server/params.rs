@@ -246,13 +246,13 @@ fn prompt(value: Value, vocab: usize) -> Result<Prompt, ApiError> {
     match value {
         Value::Null => Err(bad_prompt("'prompt' is missing")),
         Value::String(text) => Ok(Prompt::Text(text)),
-        Value::Array(mut list) => match list.first() {
+        Value::Array(list) => match list.first() {
             Some(Value::String(_) | Value::Array(_)) if list.len() > 1 => Err(bad_prompt(format!(
                 "several prompts in one request are not supported yet: 'prompt' has {}",
                 list.len()
             ))),
-            Some(Value::String(_)) => prompt(list.remove(0), vocab),
-            Some(Value::Array(_)) => ids(list[0].as_array().expect("looked at just now"), vocab),
+            Some(Value::String(text)) => Ok(Prompt::Text(text.clone())),
+            Some(Value::Array(inner)) => ids(inner, vocab),
             _ => ids(&list, vocab),
         },
         other => {
