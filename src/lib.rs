@@ -24,6 +24,12 @@ pub mod model;
 /// Bytes to named tensors. Nothing a file says is believed before it is checked.
 pub mod formats;
 
+/// The models that are part of the program.
+pub mod demo;
+
+/// A hub's models to folders in the hub's cache.
+pub mod hub;
+
 /// Text to token ids and back. No half character ever leaves.
 pub mod text;
 

@@ -3,6 +3,7 @@
 //! Invariant: a [`Request`] that intake has admitted is valid; nothing behind it checks again.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A client's wish, in token ids, checked against the model's limits by intake.
 #[derive(Clone, Debug)]
@@ -13,14 +14,24 @@ pub struct Request {
     pub prompt: Arc<[u32]>,
     /// Tokens to generate at most; 0 only together with `prompt_logprobs` or echo.
     pub max_tokens: u32,
-    /// Go on past end-of-sequence tokens.
+    /// Go on past the model's end-of-sequence tokens.
     pub ignore_eos: bool,
+    /// Tokens that end the sequence too, `ignore_eos` or not.
+    pub stop_ids: Arc<[u32]>,
+    /// Generated tokens before which no token that would end the sequence is drawn.
+    pub min_tokens: u32,
+    /// Added to these tokens' logits before anything is drawn: (id, bias). Each id stands once.
+    pub logit_bias: Arc<[(u32, f32)]>,
     pub sampling: Sampling,
     /// Most likely tokens wanted beside each generated one: `Some(0)` is the log-probability of the token
     /// alone; `None` is nothing.
     pub logprobs: Option<u8>,
     /// Log-probabilities of the prompt's tokens are wanted too (the first has none).
     pub prompt_logprobs: bool,
+    /// When the client asked.
+    pub arrived: Instant,
+    /// How long after that it may take; `None` is as long as it takes.
+    pub time_limit: Option<Duration>,
 }
 
 /// How tokens are drawn.
@@ -54,8 +65,10 @@ pub struct Token {
 pub enum TokenEvent {
     /// A run of the prompt's tokens with their log-probabilities.
     Prompt(Vec<Token>),
-    /// A generated token. An end-of-sequence token that ends the sequence is not sent.
+    /// A generated token.
     Token(Token),
+    /// The end-of-sequence or stop token that ends the sequence: generated, but no part of the text.
+    Last(Token),
     /// The sequence is over.
     Finished(FinishReason),
     /// The sequence could not go on.
@@ -65,17 +78,49 @@ pub enum TokenEvent {
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// An end-of-sequence token or a stop string.
+    /// One of the model's end-of-sequence tokens.
     Stop,
+    /// One of the request's own stop tokens.
+    StopToken(u32),
     /// The limit of tokens was reached.
     Length,
+}
+
+impl Request {
+    /// A greedy request for up to `max_tokens` tokens after `prompt`, with nothing else asked for.
+    pub fn greedy(id: impl Into<Arc<str>>, prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Request {
+        Request {
+            id: id.into(),
+            prompt: prompt.into(),
+            max_tokens,
+            ignore_eos: false,
+            stop_ids: Arc::default(),
+            min_tokens: 0,
+            logit_bias: Arc::default(),
+            sampling: Sampling::GREEDY,
+            logprobs: None,
+            prompt_logprobs: false,
+            arrived: Instant::now(),
+            time_limit: None,
+        }
+    }
+
+    /// When it must be over.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.time_limit.map(|limit| self.arrived + limit)
+    }
+}
+
+impl Sampling {
+    /// The likeliest token, always.
+    pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
 }
 
 impl FinishReason {
     /// The word of the OpenAI API.
     pub fn as_str(self) -> &'static str {
         match self {
-            FinishReason::Stop => "stop",
+            FinishReason::Stop | FinishReason::StopToken(_) => "stop",
             FinishReason::Length => "length",
         }
     }
@@ -92,6 +137,11 @@ pub enum RequestError {
         "the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the context of {context} tokens"
     )]
     TooLong { prompt_tokens: usize, max_tokens: usize, context: usize },
+    /// 400: the prompt alone fills the model's context.
+    #[error(
+        "the prompt has {prompt_tokens} tokens, and the context of {context} tokens has no room for an answer to it"
+    )]
+    PromptTooLong { prompt_tokens: usize, context: usize },
     /// 400: the pages the request may come to need are more than there are.
     #[error("prompt and max_tokens need {needed} KV pages, but the whole pool has {pages}")]
     TooLarge { needed: usize, pages: usize },
@@ -99,8 +149,16 @@ pub enum RequestError {
     #[error("the model '{model}' does not exist; this server serves '{served}'")]
     UnknownModel { model: String, served: String },
     /// 429: the waiting room is full.
-    #[error("the server is busy: {waiting} requests are waiting and the limit is {limit}")]
-    Busy { waiting: usize, limit: usize },
+    #[error(
+        "the server is busy: {waiting} are waiting, the limit is {limit}, and there is no room for {coming} more"
+    )]
+    Busy { coming: usize, waiting: usize, limit: usize },
+    /// 504: the request took longer than the server allows.
+    #[error("the request took longer than the {limit_s} s this server allows")]
+    TimedOut { limit_s: u64 },
+    /// 503: the server shut down amid the answer.
+    #[error("the server shut down before the answer was complete")]
+    CutOff,
     /// 503: the server is shutting down.
     #[error("the server is shutting down and takes no new requests")]
     Draining,

@@ -5,8 +5,8 @@
 //! Invariant: a metric that is not in [`METRICS`] cannot be recorded, and one that is, is described.
 
 use crate::config::{LogConfig, LogFormat};
-use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
-use std::io::IsTerminal;
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
 
@@ -57,10 +57,21 @@ impl Metric {
         metrics::counter!(self.name)
     }
 
+    /// The gauge itself, for who sets it often.
+    pub fn gauge(&self) -> metrics::Gauge {
+        debug_assert!(self.kind == Kind::Gauge && self.labels.is_empty(), "{}", self.name);
+        metrics::gauge!(self.name)
+    }
+
     /// The histogram itself, for who records often.
     pub fn histogram(&self) -> metrics::Histogram {
-        debug_assert!(matches!(self.kind, Kind::Histogram(_)), "{}", self.name);
-        metrics::histogram!(self.name)
+        self.histogram_of([])
+    }
+
+    /// The histogram under the labels' values, in the table's order.
+    pub fn histogram_of<const N: usize>(&self, values: [&str; N]) -> metrics::Histogram {
+        debug_assert!(matches!(self.kind, Kind::Histogram(_)) && self.labels.len() == N, "{}", self.name);
+        metrics::histogram!(self.name, &self.label_pairs(&values))
     }
 
     /// Counts `n` more.
@@ -76,8 +87,7 @@ impl Metric {
 
     /// The gauge now stands at `value`.
     pub fn set(&self, value: f64) {
-        debug_assert!(self.kind == Kind::Gauge, "{}", self.name);
-        metrics::gauge!(self.name).set(value);
+        self.gauge().set(value);
     }
 
     /// One more observation.
@@ -99,48 +109,62 @@ impl Metric {
 
     /// Makes the series that are known beforehand, so that they are 0 rather than absent.
     fn touch(&self) {
-        match (self.kind, self.labels) {
-            (Kind::Counter, []) => self.add(0),
-            (Kind::Counter, [(_, values)]) => {
-                for value in *values {
-                    metrics::counter!(self.name, &self.label_pairs(&[value])).increment(0);
-                }
+        let known: Vec<Vec<(&str, String)>> = match self.labels {
+            [] => vec![Vec::new()],
+            [(_, values)] => values.iter().map(|value| self.label_pairs(&[value])).collect(),
+            _ => Vec::new(),
+        };
+        for labels in &known {
+            match self.kind {
+                Kind::Counter => metrics::counter!(self.name, labels).increment(0),
+                Kind::Gauge => metrics::gauge!(self.name, labels).set(0.0),
+                Kind::Histogram(_) => drop(metrics::histogram!(self.name, labels)),
             }
-            (Kind::Counter, _) => {}
-            (Kind::Gauge, _) => self.set(0.0),
-            (Kind::Histogram(_), _) => drop(self.histogram()),
         }
     }
 }
 
 use Kind::{Counter, Gauge};
 
+// The edges of vLLM's buckets, and lower ones: a small model's tokens come within microseconds.
 const FIRST_TOKEN_S: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0, 160.0, 640.0, 2560.0,
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
+    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 ];
 const BETWEEN_TOKENS_S: &[f64] = &[
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
-    10.0, 20.0, 40.0, 80.0,
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+    0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 ];
 const REQUEST_S: &[f64] = &[
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
-    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0,
+    15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 ];
 const STEP_S: &[f64] = &[
-    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
-    0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
+    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
+];
+const PHASE_S: &[f64] = &[
+    0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
+    0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 ];
 const REQUEST_TOKENS: &[f64] =
     &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
 const STEP_TOKENS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 
-/// Set when it is asked for.
+pub static BUILD_INFO: Metric =
+    Metric::new("mainstem_build_info", Gauge, "1", "Always 1; its label tells what runs.")
+        .labelled(&[("version", &[])]);
+pub static SLOTS: Metric =
+    Metric::new("mainstem_slots", Gauge, "slots", "Sequences that can be in the decode loop at once.");
+pub static KV_PAGES: Metric =
+    Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages that can be reserved.");
 pub static REQUESTS_RUNNING: Metric =
     Metric::new("mainstem_num_requests_running", Gauge, "requests", "Requests in prefill or decode.");
 pub static REQUESTS_WAITING: Metric =
     Metric::new("mainstem_num_requests_waiting", Gauge, "requests", "Requests in the waiting room.");
+pub static WAITING_ROOM: Metric =
+    Metric::new("mainstem_waiting_room", Gauge, "requests", "Requests that can be in the waiting room.");
 pub static SLOTS_LIVE: Metric =
     Metric::new("mainstem_slots_live", Gauge, "slots", "Slots that hold a sequence.");
 pub static KV_CACHE_USAGE: Metric = Metric::new(
@@ -153,13 +177,13 @@ pub static PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_prompt_tokens_total",
     Counter,
     "tokens",
-    "Prompt tokens of the requests that came to their first token.",
+    "Prompt tokens of the sequences that came to their first token.",
 );
 pub static GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_generation_tokens_total",
     Counter,
     "tokens",
-    "Tokens generated and handed to replies.",
+    "Tokens generated, end tokens included.",
 );
 pub static REQUEST_SUCCESS: Metric = Metric::new(
     "mainstem_request_success_total",
@@ -167,14 +191,18 @@ pub static REQUEST_SUCCESS: Metric = Metric::new(
     "requests",
     "Requests that were taken in and are over, by how they ended.",
 )
-.labelled(&[("finished_reason", &["stop", "length", "abort", "error"])]);
+.labelled(&[("finished_reason", &["stop", "length", "abort", "error", "timeout"])]);
 pub static ADMISSION_REJECTIONS: Metric = Metric::new(
     "mainstem_admission_rejections_total",
     Counter,
     "requests",
-    "Requests that intake refused, by reason.",
+    "Requests answered with a refusal, by reason. too_long: for the context; too_large: for the KV cache; \
+     invalid: anything else that is wrong with a body. A path or a method that is not served counts as none.",
 )
-.labelled(&[("reason", &["invalid", "too_long", "too_large", "busy", "draining"])]);
+.labelled(&[(
+    "reason",
+    &["invalid", "too_long", "too_large", "unknown_model", "busy", "draining", "unauthorized"],
+)]);
 pub static CLIENTS_GONE: Metric = Metric::new(
     "mainstem_clients_gone_total",
     Counter,
@@ -203,7 +231,31 @@ pub static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "Time of a request in the waiting room.",
+    "From taking a request in to the step with its first prompt chunk.",
+);
+pub static PREFILL_TIME: Metric = Metric::new(
+    "mainstem_request_prefill_time_seconds",
+    Kind::Histogram(REQUEST_S),
+    "seconds",
+    "From the step with a request's first prompt chunk to its first generated token.",
+);
+pub static DECODE_TIME: Metric = Metric::new(
+    "mainstem_request_decode_time_seconds",
+    Kind::Histogram(REQUEST_S),
+    "seconds",
+    "From a request's first generated token to its last.",
+);
+pub static INFERENCE_TIME: Metric = Metric::new(
+    "mainstem_request_inference_time_seconds",
+    Kind::Histogram(REQUEST_S),
+    "seconds",
+    "From the step with a request's first prompt chunk to its last generated token.",
+);
+pub static TIME_PER_OUTPUT_TOKEN: Metric = Metric::new(
+    "mainstem_request_time_per_output_token_seconds",
+    Kind::Histogram(BETWEEN_TOKENS_S),
+    "seconds",
+    "Decode time of a request, divided by its generated tokens after the first.",
 );
 pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_request_prompt_tokens",
@@ -233,7 +285,28 @@ pub static STEP_SECONDS: Metric = Metric::new(
     "mainstem_step_seconds",
     Kind::Histogram(STEP_S),
     "seconds",
-    "Time of one step on the device.",
+    "From sending a step off to its results.",
+);
+pub static STEP_PHASES: Metric = Metric::new(
+    "mainstem_step_phase_seconds",
+    Kind::Histogram(PHASE_S),
+    "seconds",
+    "Time of one step by phase. On the control thread, plan: from the results before, or the work that ended \
+     a pause, to sending the step off; deliver: sending the events of the step before, then taking in this \
+     one's results. On the device, forward: from the batch to logits; sample: from logits to tokens.",
+)
+.labelled(&[("phase", &["plan", "forward", "sample", "deliver"])]);
+pub static STEP_SLOTS: Metric = Metric::new(
+    "mainstem_step_slots",
+    Kind::Histogram(STEP_TOKENS),
+    "slots",
+    "Slots with a sequence that takes part in one step.",
+);
+pub static SLOT_SHUFFLES: Metric = Metric::new(
+    "mainstem_slot_shuffles_total",
+    Counter,
+    "turns",
+    "Turns of the decode loop in which holes were closed by moves.",
 );
 pub static SLOT_MOVES: Metric = Metric::new(
     "mainstem_slot_moves_total",
@@ -257,9 +330,13 @@ pub static HTTP_REQUESTS: Metric = Metric::new(
 
 /// Every metric, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
+    &BUILD_INFO,
     &REQUESTS_RUNNING,
     &REQUESTS_WAITING,
+    &WAITING_ROOM,
+    &SLOTS,
     &SLOTS_LIVE,
+    &KV_PAGES,
     &KV_CACHE_USAGE,
     &PROMPT_TOKENS,
     &GENERATION_TOKENS,
@@ -270,11 +347,18 @@ pub static METRICS: &[&Metric] = &[
     &INTER_TOKEN_LATENCY,
     &E2E_LATENCY,
     &QUEUE_TIME,
+    &PREFILL_TIME,
+    &DECODE_TIME,
+    &INFERENCE_TIME,
+    &TIME_PER_OUTPUT_TOKEN,
     &REQUEST_PROMPT_TOKENS,
     &REQUEST_GENERATION_TOKENS,
     &ITERATION_TOKENS,
     &STEP_ROWS,
+    &STEP_SLOTS,
     &STEP_SECONDS,
+    &STEP_PHASES,
+    &SLOT_SHUFFLES,
     &SLOT_MOVES,
     &DEVICE_RESTARTS,
     &HTTP_REQUESTS,
@@ -282,33 +366,52 @@ pub static METRICS: &[&Metric] = &[
 
 /// Installs the process's recorder, once; later calls give the same handle. Whoever holds it calls
 /// `run_upkeep` now and then, or unread observations pile up.
-pub fn install() -> PrometheusHandle {
+///
+/// The name of the model that is served, if the first call has one, becomes a label of every series, beside
+/// the engine's number.
+pub fn install(model: Option<&str>) -> PrometheusHandle {
     static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
-    HANDLE.get_or_init(install_recorder).clone()
+    HANDLE.get_or_init(|| install_recorder(model)).clone()
 }
 
-fn install_recorder() -> PrometheusHandle {
+fn install_recorder(model: Option<&str>) -> PrometheusHandle {
+    let recorder = recorder(model);
+    let handle = recorder.handle();
+    metrics::set_global_recorder(recorder).expect("no other recorder is installed; anything else is a bug");
+    introduce();
+    handle
+}
+
+/// A recorder that knows every histogram's buckets, with the labels of [`install`].
+pub(crate) fn recorder(model: Option<&str>) -> PrometheusRecorder {
     let mut builder = PrometheusBuilder::new();
+    if let Some(model) = model {
+        builder = builder.add_global_label("model_name", model).add_global_label("engine", "0");
+    }
     for metric in METRICS {
         if let Kind::Histogram(buckets) = metric.kind {
             let name = Matcher::Full(metric.name.to_string());
             builder = builder.set_buckets_for_metric(name, buckets).expect("buckets are not empty");
         }
     }
-    let handle = builder.install_recorder().expect("no other recorder is installed; anything else is a bug");
+    builder.build_recorder()
+}
+
+/// Tells the recorder of every metric, and what is known of it from the start.
+fn introduce() {
     for metric in METRICS {
         metric.describe();
         metric.touch();
     }
-    handle
+    metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
 }
 
-/// Starts the log, on standard error. Later calls change nothing.
-pub fn start_log(config: &LogConfig) {
+/// Starts the log, on standard error as `writer` reaches it. Later calls change nothing.
+pub fn start_log<W: Write + 'static>(config: &LogConfig, writer: fn() -> W) {
     let filter = EnvFilter::new(&config.level);
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(writer)
         .with_ansi(std::io::stderr().is_terminal());
     let _ = match config.format {
         LogFormat::Text => lines.try_init(),
@@ -336,7 +439,8 @@ pub fn documentation() -> String {
 const PAGE_HEAD: &str = "# Metrics
 
 `GET /metrics` answers in the Prometheus text format. Counters only grow; histograms have the buckets listed
-below. This page is made from the table in `src/telemetry.rs`, and a test holds the two together.
+below. Where the served model's name is known at start, every series has the labels `model_name` and
+`engine` too. This page is made from the table in `src/telemetry.rs`, and a test holds the two together.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -376,7 +480,7 @@ mod tests {
     /// Each row stands in the exposition with its help and type, histograms as histograms, from the start.
     #[test]
     fn the_exposition_has_every_metric() {
-        let handle = install();
+        let handle = install(None);
         HTTP_REQUESTS.count(["GET", "/health", "200"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
@@ -392,5 +496,33 @@ mod tests {
             assert!(METRICS.iter().any(|metric| metric.name == words[2]), "not in the table: {line}");
             assert_eq!(words[2].ends_with("_total"), words[3] == "counter", "{line}");
         }
+        let version = env!("CARGO_PKG_VERSION");
+        assert!(text.contains(&format!("mainstem_build_info{{version=\"{version}\"}} 1\n")), "{text}");
+        for phase in ["plan", "forward", "sample", "deliver"] {
+            let bucket = format!("mainstem_step_phase_seconds_bucket{{phase=\"{phase}\",le=\"0.00001\"}} ");
+            assert!(text.contains(&bucket), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_served_model_is_a_label_of_every_series() {
+        let recorder = recorder(Some("a \"model\""));
+        let handle = recorder.handle();
+        metrics::with_local_recorder(&recorder, || {
+            introduce();
+            STEP_PHASES.histogram_of(["plan"]).record(2e-5);
+        });
+        let text = handle.render();
+        for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+            assert!(
+                line.contains("model_name=\"a \\\"model\\\"\"") && line.contains("engine=\"0\""),
+                "{line}"
+            );
+        }
+        assert!(text.contains("mainstem_slots{"), "{text}");
+        let plans = text.lines().find(|line| {
+            line.starts_with("mainstem_step_phase_seconds_count{") && line.contains("phase=\"plan\"")
+        });
+        assert!(plans.is_some_and(|line| line.ends_with(" 1")), "{text}");
     }
 }

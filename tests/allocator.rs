@@ -2,9 +2,9 @@
 //! allocated, on any thread, neither from the allocator, which counts here, nor in buffers of the device. A
 //! binary of its own, because the allocator is the process's.
 
-use mainstem::model::ModelSource;
-use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, page_bytes};
+use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, forecast, page_bytes};
 use mainstem::model::forward::activation_bytes;
+use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -43,7 +43,8 @@ fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: Want)
     Span { model: SpanModel::Target, slot, start, tokens, table, want }
 }
 
-/// Whole prompts, chunks, decoded rows, a hole, a move, scores and draws of every kind.
+/// Whole prompts, chunks, decoded rows, a hole, a move, scores and draws of every kind, with biases and
+/// without.
 fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     let greedy = SampleRow { logprob: true, top_logprobs: 5, ..SampleRow::GREEDY };
     let drawn = SampleRow { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
@@ -67,13 +68,15 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     second.spans.push(span(1, 0, SpanTokens::Last, SpanTable::Sink, Want::Last));
     second.spans.push(span(3, 30, SpanTokens::Last, SpanTable::Own, Want::Last));
     second.spans.push(span(2, 10, given(0, 3), SpanTable::Own, Want::Last));
-    second.samples.extend([plain, SampleRow::GREEDY, drawn, greedy]);
+    second.biases.extend((0..limits.bias_room() as u32).map(|id| (id, 1.0 - id as f32)));
+    let biased = |row, bias_at| SampleRow { bias_at, bias_len: 8, ..row };
+    second.samples.extend([plain, SampleRow::GREEDY, biased(drawn, 0), biased(greedy, 8)]);
     vec![first, second]
 }
 
 fn open(fixture: &str) -> ModelSource {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
-    ModelSource::open(&folder, None).expect("the fixture opens")
+    ModelSource::open(&ModelRef::Path(folder), None).expect("the fixture opens")
 }
 
 fn limits(source: &ModelSource) -> StepLimits {
@@ -84,6 +87,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         positions: 128,
         page_positions: 32,
         top_logprobs: 5,
+        biases: 4,
         vocab: source.spec.vocab,
     }
 }
@@ -100,16 +104,15 @@ fn main() {
 fn what_is_allocated_is_what_the_formulas_say() {
     for fixture in ["f16", "gqa"] {
         let source = open(fixture);
-        let backend = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
-        check_report(fixture, backend, &source);
+        check_report(fixture, cpu, &source);
     }
-    check_report("f16 on the oracle", Reference::new(), &open("f16"));
+    check_report("f16 on the oracle", Reference::new, &open("f16"));
 }
 
-fn check_report<B: Backend>(what: &str, backend: B, source: &ModelSource) {
+fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource) {
     let limits = limits(source);
     let page = page_bytes(source, KV.ty, limits.page_positions).expect("a page is small");
-    let (report, all) = report_of(backend, source);
+    let (mut report, all) = report_of(backend(), source);
     // Matrices as they are stored, vectors in F32, and a cosine and a sine for each pair of a head.
     let tensors = report.tensors.iter().map(|tensor| match tensor.shape.as_slice() {
         [width] => width * size_of::<f32>(),
@@ -121,6 +124,15 @@ fn check_report<B: Backend>(what: &str, backend: B, source: &ModelSource) {
     assert_eq!(report.activation_bytes, activation_bytes(&source.spec, &limits), "{what}: activations");
     let parts = report.weight_bytes + report.kv_bytes + report.activation_bytes + report.step_bytes;
     assert_eq!(parts, all, "{what}: all of it");
+    let mut forecast = forecast(backend(), source, KV, limits).expect("the fixture is open");
+    for tensors in [&mut report.tensors, &mut forecast.tensors] {
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    }
+    assert_eq!(forecast, report, "{what}: the forecast");
+}
+
+fn cpu() -> CpuBackend {
+    CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there")
 }
 
 /// A model's own report, and the bytes of all buffers it has.
@@ -133,8 +145,7 @@ fn report_of<B: Backend>(backend: B, source: &ModelSource) -> (ExecutorReport, u
 fn a_step_allocates_nothing() {
     let source = open("gqa");
     let limits = limits(&source);
-    let backend = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
-    let mut executor = ModelExecutor::new(backend, &source, KV, limits).expect("the fixture loads");
+    let mut executor = ModelExecutor::new(cpu(), &source, KV, limits).expect("the fixture loads");
     let mut output = StepOutput::with_capacity(&limits);
     let mut batches = steps(&limits);
     let buffers = HostBuf::allocated();

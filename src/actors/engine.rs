@@ -10,21 +10,28 @@ use super::kv::Kv;
 use super::prefill::Prefill;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, KvSize, Policy, SchedulerConfig};
+use crate::config::{Config, KvConfig, KvSize, Policy, SamplingDefaultsFrom, SchedulerConfig};
+use crate::formats::{ChatSource, SamplingDefaults};
 use crate::memory::PagePool;
 use crate::model::ModelSource;
 use crate::model::executor::{ExecutorReport, KvPlan, page_bytes};
 use crate::model::forward::activation_bytes;
-use crate::text::Tokenizer;
+use crate::telemetry;
+use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::StepLimits;
+use std::collections::HashSet;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tracing::warn;
 
 /// Most likely tokens that can be asked for beside each token.
 pub const TOP_LOGPROBS: usize = 20;
+
+/// Biases of one sequence, tokens that end it counted.
+pub const BIASES: usize = 512;
 
 /// The sizes of everything, derived from configuration and model before anything is allocated.
 #[derive(Clone, Debug)]
@@ -33,6 +40,8 @@ pub struct EngineSetup {
     pub limits: StepLimits,
     pub kv: KvPlan,
     pub model: ModelInfo,
+    /// Keys of the model's generation_config.json that are not served.
+    pub unserved: Vec<String>,
 }
 
 /// What the server tells of the model.
@@ -43,8 +52,14 @@ pub struct ModelInfo {
     pub context: usize,
     /// The same, as far as the KV cache goes.
     pub longest: usize,
+    /// Sequences that can be taken in at once: slots and places to wait.
+    pub choices_max: usize,
     pub vocab: usize,
     pub eos: Vec<u32>,
+    /// For requests that do not say.
+    pub defaults: SamplingDefaults,
+    /// How messages become a prompt, if the model says so.
+    pub chat: Option<Arc<ChatTemplate>>,
     /// When it was loaded, in seconds of Unix time.
     pub created: u64,
 }
@@ -84,6 +99,7 @@ impl EngineSetup {
             positions: context,
             page_positions: config.kv.page_positions,
             top_logprobs: TOP_LOGPROBS,
+            biases: BIASES,
             vocab: spec.vocab,
         };
         let kv = kv_plan(&config.kv, &limits, source)?;
@@ -94,15 +110,23 @@ impl EngineSetup {
             true => source.name(),
             false => config.model.served_name.clone(),
         };
+        let chat = chat_template(source)?.map(Arc::new);
+        let (defaults, unserved) = match config.model.sampling_defaults {
+            SamplingDefaultsFrom::Model => (source.defaults, source.unserved.keys().cloned().collect()),
+            SamplingDefaultsFrom::Neutral => (SamplingDefaults::default(), Vec::new()),
+        };
         let model = ModelInfo {
             name,
             context,
             longest: limits.positions,
+            choices_max: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
-            eos: source.eos.clone(),
+            eos: end_tokens(source)?,
+            defaults,
+            chat,
             created,
         };
-        Ok(EngineSetup { scheduler, limits, kv, model })
+        Ok(EngineSetup { scheduler, limits, kv, model, unserved })
     }
 }
 
@@ -114,6 +138,13 @@ pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Facto
     let built = device.send(Build).await.context("the device's thread is gone").flatten();
     let built = built.inspect_err(|_| _ = device_arbiter.stop())?;
     let report = report(&setup, &built);
+    if !setup.unserved.is_empty() {
+        let keys = setup.unserved.join(", ");
+        warn!("generation_config.json asks for what is not served: {}", keys.escape_debug());
+    }
+    telemetry::SLOTS.set(setup.limits.slots as f64);
+    telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
+    telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
 
     let gathering = match setup.scheduler.policy {
         Policy::Window { window } => window,
@@ -175,11 +206,33 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: A
         context: setup.model.context,
         vocab: limits.vocab,
         top_logprobs: limits.top_logprobs,
+        biases: limits.biases,
+        eos: setup.model.eos.len(),
         pages: pages - 1,
         page_positions: limits.page_positions,
     };
     let intake = Intake::start_in_arbiter(&thread, move |_| Intake::new(door, prefill.recipient(), status));
     Actors { intake, kv }
+}
+
+fn chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>> {
+    let Some(ChatSource { origin, text }) = &source.chat.template else { return Ok(None) };
+    ChatTemplate::new(origin, text, source.chat.special_tokens.clone()).map(Some)
+}
+
+/// The tokens that end a sequence, each once. They take the place of biases while `min_tokens` forbids them.
+fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
+    let mut seen = HashSet::new();
+    // What cannot be drawn need not be looked for.
+    let ids = source.eos.iter().copied().filter(|id| (*id as usize) < source.spec.vocab && seen.insert(*id));
+    let ids: Vec<u32> = ids.collect();
+    ensure!(
+        ids.len() <= BIASES,
+        "{}: eos_token_id names {} tokens, but {BIASES} can end a sequence at most",
+        source.path.display(),
+        ids.len()
+    );
+    Ok(ids)
 }
 
 fn context(kv: &KvConfig, model: usize) -> Result<usize> {
@@ -219,7 +272,7 @@ fn spare_memory(limits: &StepLimits, source: &ModelSource) -> usize {
 
 /// Bytes that the system, and the control group this process is in, would still give. Without a word from
 /// either, no bound.
-fn available_memory() -> usize {
+pub fn available_memory() -> usize {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
     let system = read("/proc/meminfo").and_then(|text| {

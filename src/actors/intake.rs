@@ -1,4 +1,5 @@
-//! Intake: the door. Checks a request once, and lets it in when slots are free.
+//! Intake: the door. Checks requests once, and lets them in when slots are free. Those that are handed in
+//! together are taken in together or not at all; from there on each goes its own way.
 //!
 //! Owns the permits (one for each slot) and the waiting room. Never sees a token being made.
 //! Invariant: permits out + permits free = slots; who waits, waits because the permits were not enough.
@@ -25,6 +26,10 @@ pub struct IntakeLimits {
     pub vocab: usize,
     /// Most likely tokens that can be reported beside each.
     pub top_logprobs: usize,
+    /// Biases of a sequence's logits, stop tokens and the model's own end-of-sequence tokens counted.
+    pub biases: usize,
+    /// End-of-sequence tokens of the model.
+    pub eos: usize,
     /// Pages of the pool that can be leased, the sink not among them.
     pub pages: usize,
     pub page_positions: usize,
@@ -89,21 +94,19 @@ impl Actor for Intake {
 }
 
 impl Handler<Submit> for Intake {
-    type Result = Result<TokenStream, RequestError>;
+    type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit(request): Submit, ctx: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, Submit(requests): Submit, ctx: &mut Self::Context) -> Self::Result {
         if self.status.is_draining() {
             return Err(RequestError::Draining);
         }
-        self.check(&request)?;
-        let (events, stream) = channel();
-        if request.max_tokens == 0 && !request.prompt_logprobs {
-            events.send(TokenEvent::Finished(FinishReason::Length));
-            return Ok(stream);
+        for request in &requests {
+            self.check(request)?;
         }
-        self.wait(Waiting { request, events, arrived: Instant::now() })?;
+        self.check_room(&requests)?;
+        let streams = requests.into_iter().map(|request| self.take_in(request)).collect();
         self.admit(ctx);
-        Ok(stream)
+        Ok(streams)
     }
 }
 
@@ -142,11 +145,15 @@ impl Intake {
             let message = format!("token id {id} is not in the vocabulary of {}", limits.vocab);
             return Err(invalid("prompt", message));
         }
+        self.check_ends_and_biases(request)?;
         if request.logprobs.is_some_and(|n| usize::from(n) > limits.top_logprobs) {
             let message = format!("logprobs can be {} at most", limits.top_logprobs);
             return Err(invalid("logprobs", message));
         }
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
+        if prompt_tokens >= limits.context && max_tokens > 0 {
+            return Err(RequestError::PromptTooLong { prompt_tokens, context: limits.context });
+        }
         if prompt_tokens + max_tokens > limits.context {
             return Err(RequestError::TooLong { prompt_tokens, max_tokens, context: limits.context });
         }
@@ -157,15 +164,63 @@ impl Intake {
         Ok(())
     }
 
-    /// Takes a place in the waiting room, which a request passes through even when nobody waits.
-    fn wait(&mut self, request: Waiting) -> Result<(), RequestError> {
-        self.forget_gone();
-        let (waiting, limit) = (self.waiting.len(), self.limits.max_waiting);
-        if self.free == 0 && waiting >= limit {
-            return Err(RequestError::Busy { waiting, limit });
+    /// What ends a sequence early, or late, and what its logits get added.
+    fn check_ends_and_biases(&self, request: &Request) -> Result<(), RequestError> {
+        let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
+        let (vocab, limit) = (self.limits.vocab, self.limits.biases);
+        if min_tokens > max_tokens {
+            let message = format!("min_tokens is {min_tokens} but max_tokens is {max_tokens}");
+            return Err(invalid("min_tokens", message));
         }
-        self.waiting.push_back(request);
+        if let Some(id) = stop_ids.iter().find(|id| **id as usize >= vocab) {
+            let message = format!("stop token id {id} is not in the vocabulary of {vocab}");
+            return Err(invalid("stop_token_ids", message));
+        }
+        let eos = if request.ignore_eos { 0 } else { self.limits.eos };
+        let ends = stop_ids.len() + eos;
+        if ends > limit {
+            let message = format!("tokens that end the sequence can be {limit} at most, not {ends}");
+            return Err(invalid("stop_token_ids", message));
+        }
+        if ends + logit_bias.len() > limit {
+            let (biases, rest) = (logit_bias.len(), limit - ends);
+            let message = format!(
+                "logit_bias can have {rest} tokens at most beside {ends} that end the sequence, not {biases}"
+            );
+            return Err(invalid("logit_bias", message));
+        }
+        check_biases(logit_bias, vocab).map_err(|message| invalid("logit_bias", message))
+    }
+
+    /// Whether free slots and the waiting room hold them all.
+    fn check_room(&mut self, requests: &[Request]) -> Result<(), RequestError> {
+        let IntakeLimits { slots, max_waiting: limit, .. } = self.limits;
+        let coming = requests.iter().filter(|request| !asks_for_nothing(request)).count();
+        let room = slots + limit;
+        if coming > room {
+            let message = format!(
+                "{coming} sequences at once are more than the {room} that slots and waiting room hold together"
+            );
+            return Err(invalid(what_makes_many(requests), message));
+        }
+        self.forget_gone();
+        let waiting = self.waiting.len();
+        if waiting + coming > self.free + limit {
+            return Err(RequestError::Busy { coming, waiting, limit });
+        }
         Ok(())
+    }
+
+    /// Gives a request its place in the waiting room, which it passes through even when nobody waits.
+    fn take_in(&mut self, request: Request) -> TokenStream {
+        let (events, stream) = channel();
+        if asks_for_nothing(&request) {
+            events.send(TokenEvent::Finished(FinishReason::Length));
+        } else {
+            let events = events.until(request.deadline());
+            self.waiting.push_back(Waiting { request, events, arrived: Instant::now() });
+        }
+        stream
     }
 
     /// Lets in who can be let in, in the order of arrival.
@@ -189,6 +244,34 @@ impl Intake {
 
     fn forget_gone(&mut self) {
         self.waiting.retain(|waiting| !waiting.events.is_closed());
+    }
+}
+
+/// Whether a request is over before it begins.
+fn asks_for_nothing(request: &Request) -> bool {
+    request.max_tokens == 0 && !request.prompt_logprobs
+}
+
+/// The parameter that made one request a group: the choices of a prompt share it, the prompts of a list do
+/// not, not even those that are alike.
+fn what_makes_many(group: &[Request]) -> &'static str {
+    let is_one_prompt = group.windows(2).all(|pair| Arc::ptr_eq(&pair[0].prompt, &pair[1].prompt));
+    if is_one_prompt { "n" } else { "prompt" }
+}
+
+/// What is wrong with a request's own biases, if anything.
+fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
+    if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
+        return Err(format!("logit_bias names token id {id}, which is not in the vocabulary of {vocab}"));
+    }
+    if let Some((id, _)) = biases.iter().find(|(_, bias)| bias.is_nan()) {
+        return Err(format!("logit_bias of token id {id} is not a number"));
+    }
+    let mut ids: Vec<u32> = biases.iter().map(|(id, _)| *id).collect();
+    ids.sort_unstable();
+    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!("logit_bias names token id {} twice", pair[0])),
+        None => Ok(()),
     }
 }
 
@@ -219,6 +302,8 @@ mod tests {
                 context: 64,
                 vocab: 10,
                 top_logprobs: 5,
+                biases: 4,
+                eos: 1,
                 pages: 1,
                 page_positions: 32,
             };
@@ -228,13 +313,19 @@ mod tests {
             Door { intake, admitted, status }
         }
 
+        async fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
+            within(self.intake.send(Submit(requests))).await.expect("intake answers")
+        }
+
         async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
-            within(self.intake.send(Submit(request))).await.expect("intake answers")
+            let streams = self.submit_all(vec![request]).await?;
+            let [stream] = streams.try_into().map_err(|_| "others").expect("one request has one stream");
+            Ok(stream)
         }
 
         /// Submits a request that goes by the name of `id`.
         async fn enter(&self, id: &str) -> TokenStream {
-            self.submit(Request { id: id.into(), ..request(4, 4) }).await.expect("it is taken in")
+            self.submit(named(id)).await.expect("it is taken in")
         }
 
         /// The next sequence let in, by its request's name.
@@ -251,6 +342,10 @@ mod tests {
         fn nobody_is_admitted(&mut self) -> bool {
             self.admitted.try_recv().is_err()
         }
+    }
+
+    fn named(id: &str) -> Request {
+        Request { id: id.into(), ..request(4, 4) }
     }
 
     #[actix::test]
@@ -277,7 +372,7 @@ mod tests {
         let mut door = Door::new(2, 0);
         let _streams = [door.enter("a").await, door.enter("b").await];
         let refused = door.submit(request(4, 4)).await.map(drop);
-        assert_eq!(refused, Err(RequestError::Busy { waiting: 0, limit: 0 }));
+        assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 0, limit: 0 }));
         drop(door.admitted("a").await);
         assert_eq!(door.free().await, 1);
         let _stream = door.enter("c").await;
@@ -324,8 +419,82 @@ mod tests {
     }
 
     #[actix::test]
+    async fn ends_and_biases_beyond_the_limits_are_refused_by_name() {
+        let mut door = Door::new(1, 0);
+        let plain = || Request { ignore_eos: false, ..request(4, 4) };
+        let biases = |biases: &[(u32, f32)]| Request { logit_bias: biases.into(), ..plain() };
+        let stops = |ids: &[u32]| Request { stop_ids: ids.into(), ..plain() };
+        // Of the four that a sequence may have, the model's end-of-sequence token is one.
+        let accepted = [
+            biases(&[(9, -100.0), (0, f32::NEG_INFINITY), (3, 1e9)]),
+            stops(&[9, 9, 0]),
+            Request { ignore_eos: true, ..stops(&[1, 2, 3, 4]) },
+            Request { min_tokens: 4, ..plain() },
+        ];
+        let refused = [
+            (biases(&[(10, 0.0)]), "logit_bias", "10"),
+            (biases(&[(2, f32::NAN)]), "logit_bias", "2"),
+            (biases(&[(7, 1.0), (3, 1.0), (7, -1.0)]), "logit_bias", "7 twice"),
+            (biases(&[(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]), "logit_bias", "3 tokens at most"),
+            (stops(&[5, 10]), "stop_token_ids", "10"),
+            (stops(&[1, 2, 3, 4]), "stop_token_ids", "4 at most"),
+            (Request { min_tokens: 5, ..plain() }, "min_tokens", "is 5"),
+        ];
+        for request in accepted {
+            let _stream = door.submit(request).await.expect("it is within the limits");
+            drop(next(&mut door.admitted).await);
+        }
+        for (request, name, word) in refused {
+            match door.submit(request).await.map(drop) {
+                Err(RequestError::Invalid { param, message }) if param == name => {
+                    assert!(message.contains(word), "{message}");
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    #[actix::test]
+    async fn a_group_is_taken_in_whole_and_in_order_or_not_at_all() {
+        let mut door = Door::new(2, 2);
+        let group = |ids: &[&str]| ids.iter().map(|id| named(id)).collect::<Vec<_>>();
+        for (too_many, name) in [(vec![named("a"); 5], "n"), (group(&["a"; 5]), "prompt")] {
+            let refused = door.submit_all(too_many).await.map(drop);
+            assert!(
+                matches!(&refused, Err(RequestError::Invalid { param, message })
+                    if *param == name && message.contains("5 sequences") && message.contains("the 4")),
+                "{refused:?}"
+            );
+        }
+        let mut mixed = group(&["a", "b", "c"]);
+        mixed[2].prompt = [].into();
+        assert!(matches!(door.submit_all(mixed).await, Err(RequestError::Invalid { param: "prompt", .. })));
+        assert_eq!((door.free().await, door.nobody_is_admitted()), (2, true));
+
+        let mut streams = door.submit_all(group(&["a", "b", "c"])).await.expect("there is room");
+        assert_eq!((streams.len(), door.status.pending()), (3, 3));
+        let running = [door.admitted("a").await, door.admitted("b").await];
+        let busy = RequestError::Busy { coming: 2, waiting: 1, limit: 2 };
+        assert_eq!(door.submit_all(group(&["d", "e"])).await.map(drop), Err(busy));
+        assert_eq!(door.status.pending(), 3, "nothing of a refused group stays");
+        // Who asks for nothing needs no room.
+        let mut with_nothing = group(&["d", "e"]);
+        with_nothing[1].max_tokens = 0;
+        streams.extend(door.submit_all(with_nothing).await.expect("there is room for one"));
+        let nothing = streams.last_mut().expect("its stream came last");
+        assert_eq!(within(nothing.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
+        drop(running);
+        drop([door.admitted("c").await, door.admitted("d").await]);
+        assert_eq!((door.free().await, door.status.pending()), (2, 0));
+    }
+
+    #[actix::test]
     async fn a_request_for_nothing_is_over_at_once() {
         let mut door = Door::new(1, 0);
+        let many = door.submit_all(vec![request(4, 0); 9]).await.expect("they need no slot");
+        for mut stream in many {
+            assert_eq!(within(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
+        }
         let mut stream = door.submit(request(4, 0)).await.expect("it is taken in");
         assert_eq!(within(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
         assert_eq!(within(stream.next()).await, None);

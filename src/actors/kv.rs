@@ -11,6 +11,7 @@ use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, ResponseFuture};
 use mainstem_kernels::batch::{Page, Slot};
 use mainstem_kernels::{PageCopy, SlotMove, TableUpdate};
+use metrics::Gauge;
 use std::collections::VecDeque;
 use std::ops::Range;
 use tokio::sync::oneshot;
@@ -66,6 +67,8 @@ pub struct Kv {
     pages: PagePool,
     /// Who waits for pages, in the order of asking.
     short: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
+    slots_live: Gauge,
+    pages_used: Gauge,
 }
 
 impl Actor for Kv {
@@ -97,8 +100,8 @@ impl Handler<Turn> for Kv {
     fn handle(&mut self, turn: Turn, _: &mut Self::Context) -> Self::Result {
         let plan = self.turn(turn);
         self.serve_short();
-        telemetry::SLOTS_LIVE.set(self.slots.live() as f64);
-        telemetry::KV_CACHE_USAGE.set(self.pages.used() as f64 / self.pages.total() as f64);
+        self.slots_live.set(self.slots.live() as f64);
+        self.pages_used.set(self.pages.used() as f64 / self.pages.total() as f64);
         MessageResult(plan)
     }
 }
@@ -129,7 +132,13 @@ impl Handler<Held> for Kv {
 impl Kv {
     /// A manager of `slots` slots and of `pages`, all of them free.
     pub fn new(slots: usize, shuffle: bool, pages: PagePool) -> Kv {
-        Kv { slots: SlotMap::new(slots, shuffle), pages, short: VecDeque::new() }
+        Kv {
+            slots: SlotMap::new(slots, shuffle),
+            pages,
+            short: VecDeque::new(),
+            slots_live: telemetry::SLOTS_LIVE.gauge(),
+            pages_used: telemetry::KV_CACHE_USAGE.gauge(),
+        }
     }
 
     /// The finished leave, the new ones join (in a hole, if there is one), and what holes remain are closed

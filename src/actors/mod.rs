@@ -14,6 +14,8 @@ pub mod sequence;
 
 pub mod decode;
 
+mod meters;
+
 pub mod group;
 
 pub mod device;
@@ -27,6 +29,7 @@ pub mod engine;
 #[cfg(test)]
 mod testing;
 
+pub use crate::formats::SamplingDefaults;
 pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

@@ -5,65 +5,96 @@
 
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 use tokio::sync::mpsc;
 
-/// Asks intake to take a request in. Answered at once when there is room, else when the request leaves
-/// the waiting room is of no concern: the stream simply stays silent until then.
+/// Asks intake to take a group of requests in: all of them, or none. Answered at once with a stream for each;
+/// a stream whose request has to wait simply stays silent until then.
 #[derive(Message)]
-#[rtype(result = "Result<TokenStream, RequestError>")]
-pub struct Submit(pub Request);
+#[rtype(result = "Result<Vec<TokenStream>, RequestError>")]
+pub struct Submit(pub Vec<Request>);
 
 /// The server's way to the actors.
 #[derive(Clone)]
 pub struct IntakeHandle(pub Recipient<Submit>);
 
 impl IntakeHandle {
-    /// Hands a request in. The answer is its stream of events, or why it is refused.
-    pub async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
-        self.0.send(Submit(request)).await.unwrap_or(Err(RequestError::EngineGone))
+    /// Hands a group of requests in, at least one. The answer is each one's stream of events, in order, or
+    /// why the group is refused.
+    pub async fn submit(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
+        assert!(!requests.is_empty(), "a group has a request, else this is a bug");
+        self.0.send(Submit(requests)).await.unwrap_or(Err(RequestError::EngineGone))
     }
 }
 
 /// The receiving end, held by the reply stream.
 pub struct TokenStream {
     events: mpsc::UnboundedReceiver<(Instant, TokenEvent)>,
-    sent_at: Instant,
+    made_at: Instant,
 }
 
 impl TokenStream {
     /// The next event; `None` after the end has been told (or when the engine went away without a word).
     pub async fn next(&mut self) -> Option<TokenEvent> {
-        let (sent_at, event) = self.events.recv().await?;
-        self.sent_at = sent_at;
+        let (made_at, event) = self.events.recv().await?;
+        self.made_at = made_at;
         Some(event)
     }
 
-    /// When the event that came last was sent.
-    pub fn sent_at(&self) -> Instant {
-        self.sent_at
+    /// [`TokenStream::next`] for who polls.
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
+        let event = ready!(self.events.poll_recv(cx)).map(|(made_at, event)| {
+            self.made_at = made_at;
+            event
+        });
+        Poll::Ready(event)
+    }
+
+    /// Hangs up, as dropping does.
+    pub fn close(&mut self) {
+        self.events.close();
+    }
+
+    /// When the event that came last was made.
+    pub fn made_at(&self) -> Instant {
+        self.made_at
     }
 }
 
 /// The sending end, held with the sequence. Events are bounded by prompt and `max_tokens`, so the channel
 /// needs no limit and sending never waits.
 #[derive(Clone, Debug)]
-pub struct EventSender(mpsc::UnboundedSender<(Instant, TokenEvent)>);
+pub struct EventSender {
+    events: mpsc::UnboundedSender<(Instant, TokenEvent)>,
+    /// When the client is as good as gone, though its end be open: it may have stopped reading.
+    deadline: Option<Instant>,
+}
 
 impl EventSender {
-    /// Sends an event; one that nobody waits for any more is dropped.
-    pub fn send(&self, event: TokenEvent) {
-        let _ = self.0.send((Instant::now(), event));
+    /// Nobody waits for what comes after `deadline`.
+    pub fn until(self, deadline: Option<Instant>) -> EventSender {
+        EventSender { deadline, ..self }
     }
 
-    /// Whether the client is gone.
+    /// Sends an event made just now; one that nobody waits for any more is dropped.
+    pub fn send(&self, event: TokenEvent) {
+        self.send_made(event, Instant::now());
+    }
+
+    /// Sends an event made at `made_at`.
+    pub fn send_made(&self, event: TokenEvent, made_at: Instant) {
+        let _ = self.events.send((made_at, event));
+    }
+
+    /// Whether the client is gone, or its time is up.
     pub fn is_closed(&self) -> bool {
-        self.0.is_closed()
+        self.events.is_closed() || self.deadline.is_some_and(|deadline| deadline <= Instant::now())
     }
 }
 
 /// A fresh channel.
 pub fn channel() -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
-    (EventSender(tx), TokenStream { events, sent_at: Instant::now() })
+    (EventSender { events: tx, deadline: None }, TokenStream { events, made_at: Instant::now() })
 }

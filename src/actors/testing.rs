@@ -3,7 +3,7 @@
 use super::intake::{Permit, Released};
 use super::sequence::{Key, Sequence};
 use super::stream::{TokenStream, channel};
-use crate::request::{Request, Sampling};
+use crate::request::Request;
 use actix::{Actor, Context, Handler, Message, Recipient};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -42,15 +42,7 @@ pub async fn next<M>(messages: &mut UnboundedReceiver<M>) -> M {
 }
 
 pub fn request(prompt: usize, max_tokens: u32) -> Request {
-    Request {
-        id: "test".into(),
-        prompt: vec![3; prompt].into(),
-        max_tokens,
-        ignore_eos: true,
-        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
-        logprobs: None,
-        prompt_logprobs: false,
-    }
+    Request { ignore_eos: true, ..Request::greedy("test", vec![3; prompt], max_tokens) }
 }
 
 /// An admitted request without pages, whose permit goes `home`, and its client.

@@ -1,51 +1,84 @@
-//! The command line: one file for each subcommand.
+//! The command line: one file for each subcommand, and the flags they share.
 //!
-//! Invariant: the exit code is 2 when the command line is at fault and 1 when anything else is.
+//! Invariant: the exit code is 2 when the command line is at fault, 130 when Ctrl-C ended what was asked, and
+//! 1 when anything else went wrong.
 
 pub mod start;
 
+pub mod escape;
+
+pub mod bench;
+mod completions;
+mod flags;
+pub mod run;
 pub mod serve;
+mod spinner;
+
+pub mod inspect;
 
 use crate::config::{ConfigError, Source};
-use crate::telemetry;
-use actix_web::rt::System;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
 const USAGE: u8 = 2;
 const FAILURE: u8 = 1;
 
 /// Serves transformer models: one fused decode loop for all live requests.
-#[derive(Debug, Parser)]
-#[command(name = "mainstem", version)]
+#[derive(Parser)]
+#[command(
+    name = "mainstem",
+    version,
+    after_help = "\
+Examples:
+  mainstem run                                      chat with the demo model that is built in
+  mainstem run path/to/model \"Why is the sky blue?\" one answer, then end
+  mainstem serve hf:owner/name --port 8000          the OpenAI API before a model of the hub
+  mainstem inspect path/to/model                    what it is made of, and the memory it needs
+  mainstem bench path/to/model                      how fast it is here
+
+mainstem COMMAND --help has more of each."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
 }
 
-#[derive(Debug, Subcommand)]
+#[derive(Subcommand)]
 enum Command {
-    Serve(serve::ServeArgs),
+    Serve(Box<serve::ServeArgs>),
+    Run(Box<run::RunArgs>),
+    Inspect(inspect::InspectArgs),
+    Bench(Box<bench::BenchArgs>),
+    Completions(completions::CompletionsArgs),
 }
 
 /// Does what the process's arguments say.
 pub fn run() -> ExitCode {
-    let Command::Serve(args) = Cli::parse().command;
-    let config = match args.config() {
-        Ok(config) => config,
-        Err(error) => return refuse(&error),
+    let succeeded = |()| ExitCode::SUCCESS;
+    let outcome = match Cli::parse().command {
+        Command::Serve(args) => serve::run(*args).map(succeeded),
+        Command::Run(args) => run::run(*args),
+        Command::Inspect(args) => inspect::run(args).map(succeeded),
+        Command::Bench(args) => bench::run(*args),
+        Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
-    telemetry::start_log(&config.log);
-    match System::new().block_on(serve::run(config)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::from(FAILURE)
-        }
-    }
+    outcome.unwrap_or_else(|error| exit_code(&error))
 }
 
-fn refuse(error: &ConfigError) -> ExitCode {
-    eprintln!("error: {error}");
-    ExitCode::from(if error.origin == Source::CommandLine { USAGE } else { FAILURE })
+/// Says what went wrong, once, with its causes. Names and texts in it may be a file's or a server's.
+fn exit_code(error: &anyhow::Error) -> ExitCode {
+    eprintln!("error: {}", escape::visible(&format!("{error:#}")));
+    let config = error.downcast_ref::<ConfigError>();
+    let is_usage = config.is_some_and(|error| error.origin == Source::CommandLine);
+    ExitCode::from(if is_usage { USAGE } else { FAILURE })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
 }

@@ -1,10 +1,15 @@
 //! From a configuration to a running engine. The one place that names a concrete backend.
+//!
+//! Invariant: of what takes its time, one thing is shown at a time.
 
+use super::spinner::Spinner;
 use crate::actors::device::Factory;
 use crate::actors::engine::{self, Engine, EngineSetup};
-use crate::config::{Config, DeviceConfig, DeviceKind};
-use crate::model::executor::{Executor, KvPlan, ModelExecutor};
-use crate::model::source::{ModelSource, SourceKind};
+use crate::config::{Config, DeviceConfig, DeviceKind, HubSettings, ModelConfig};
+use crate::formats::ChatSource;
+use crate::hub::{self, Bars, HubReference};
+use crate::model::executor::{self, Executor, ExecutorReport, KvPlan, ModelExecutor};
+use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::text::Tokenizer;
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::StepLimits;
@@ -12,37 +17,126 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
 use mainstem_kernels::reference::Reference;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tokio::sync::oneshot;
+
+/// An opened model with the sizes of everything, before anything is allocated.
+pub struct Prepared {
+    pub setup: EngineSetup,
+    pub source: Arc<ModelSource>,
+    pub tokenizer: Arc<Tokenizer>,
+    device: DeviceConfig,
+}
+
+impl Prepared {
+    /// What the configured model is made of. `model` goes before the configuration's.
+    pub fn of(config: &Config, model: &ModelRef) -> Result<Prepared> {
+        let _spinner = Spinner::start("opening the model");
+        let (source, tokenizer) = with_tokenizer(source(model, &config.model)?)?;
+        let setup = EngineSetup::new(config, &source)?;
+        Ok(Prepared { setup, source, tokenizer, device: config.device.clone() })
+    }
+
+    /// What the model is called in the API.
+    pub fn name(&self) -> &str {
+        &self.setup.model.name
+    }
+
+    /// Starts the actors and loads the weights.
+    pub async fn start(self) -> Result<Engine> {
+        let _spinner = Spinner::start("loading the weights");
+        let factory = factory(self.device, self.source, self.setup.kv, self.setup.limits);
+        engine::start(self.setup, self.tokenizer, factory).await
+    }
+}
+
+/// Opens the configured model; one on a hub is fetched first.
+pub async fn prepare(config: &Config) -> Result<Prepared> {
+    let model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
+    let reference = ModelRef::parse(&model.path)?;
+    Prepared::of(&Config { model, ..config.clone() }, &reference)
+}
 
 /// Opens the model, starts the actors, and loads the weights.
 pub async fn engine(config: &Config) -> Result<Engine> {
-    let mut source = ModelSource::open(&config.model.path, config.model.spec.as_deref())?;
-    let tokenizer = Arc::new(tokenizer(&source)?);
+    prepare(config).await?.start().await
+}
+
+/// A model and its tokenizer.
+pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    with_tokenizer(ModelSource::open(model, spec_file)?)
+}
+
+/// Where the model does not say what ends a text, the tokenizer does.
+fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    let tokenizer = tokenizer(&source)?;
     if source.eos.is_empty() {
         source.eos.extend(tokenizer.eos_id());
     }
-    let source = Arc::new(source);
-    let setup = EngineSetup::new(config, &source)?;
-    let factory = factory(config.device.clone(), source, setup.kv, setup.limits);
-    engine::start(setup, tokenizer, factory).await
+    Ok((Arc::new(source), Arc::new(tokenizer)))
+}
+
+/// A model with the specification and the chat template that are configured, else its own.
+pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
+    let mut source = ModelSource::open(model, config.spec.as_deref())?;
+    if let Some(file) = &config.chat_template {
+        let origin = file.display().to_string();
+        let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {origin}"))?;
+        source.chat.template = Some(ChatSource { origin, text });
+    }
+    Ok(source)
+}
+
+/// The model on this machine: one that a hub has is fetched first, and served under its name there. Blocks.
+pub fn fetched(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelConfig> {
+    if HubReference::is_meant(&model.path) {
+        let reference = HubReference::parse(&model.path)?;
+        let folder = hub::fetch(&reference, settings, &mut Bars::default())?;
+        model.path =
+            folder.to_str().context("the hub's cache is in a folder whose name is no UTF-8")?.to_owned();
+        if model.served_name.is_empty() {
+            model.served_name = reference.repository().to_owned();
+        }
+    }
+    Ok(model)
+}
+
+/// The same on a thread of its own, which the process does not wait for when it ends.
+pub async fn fetched_aside(model: ModelConfig, settings: HubSettings) -> Result<ModelConfig> {
+    let (sender, receiver) = oneshot::channel();
+    // Nobody may be left to take the answer.
+    std::thread::spawn(move || _ = sender.send(fetched(model, &settings)));
+    receiver.await.context("the fetching thread is gone")?
 }
 
 /// Makes executors for the configured device, each time from the model's files.
 pub fn factory(device: DeviceConfig, source: Arc<ModelSource>, kv: KvPlan, limits: StepLimits) -> Factory {
     Box::new(move || -> Result<Box<dyn Executor>> {
         match device.kind {
-            DeviceKind::Cpu => {
-                let backend = CpuBackend::new(CpuConfig { threads: device.threads, isa: device.isa })?;
-                Ok(Box::new(ModelExecutor::new(backend, &source, kv, limits)?))
-            }
+            DeviceKind::Cpu => Ok(Box::new(ModelExecutor::new(cpu(&device)?, &source, kv, limits)?)),
             DeviceKind::Reference => Ok(Box::new(ModelExecutor::new(Reference::new(), &source, kv, limits)?)),
         }
     })
 }
 
-fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
-    match source.kind {
-        SourceKind::HubFolder => Tokenizer::from_folder(&source.path),
+/// What the configured device would allocate; see [`executor::forecast`].
+pub fn forecast(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup) -> Result<ExecutorReport> {
+    let (kv, limits) = (setup.kv, setup.limits);
+    match device.kind {
+        DeviceKind::Cpu => executor::forecast(cpu(device)?, source, kv, limits),
+        DeviceKind::Reference => executor::forecast(Reference::new(), source, kv, limits),
+    }
+}
+
+fn cpu(device: &DeviceConfig) -> Result<CpuBackend> {
+    Ok(CpuBackend::new(CpuConfig { threads: device.threads, isa: device.isa })?)
+}
+
+/// The tokenizer that belongs to the model.
+pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
+    match &source.kind {
+        SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
         SourceKind::Llama2c => Tokenizer::from_llama2c(&beside(&source.path)?, source.spec.vocab),
+        SourceKind::Synthetic => Tokenizer::bytes(source.spec.vocab),
     }
 }
 

@@ -23,7 +23,7 @@ fn logits(shares: &[f64]) -> Vec<f32> {
 
 /// The tokens drawn at positions `0..draws`.
 fn drawn(logits: &[f32], sampling: &Sampling, draws: u32) -> Vec<u32> {
-    (0..draws).map(|position| draw(logits, &compile(sampling, position, None))).collect()
+    (0..draws).map(|position| draw(logits, &[], &compile(sampling, position, None))).collect()
 }
 
 /// Which tokens are drawn at all: with 2000 draws, every one whose share is a hundredth or more.
@@ -124,7 +124,7 @@ fn ties_go_by_id() {
     assert_eq!(kept(&even, Sampling { top_p: 0.5, ..PLAIN }), [0, 1]);
     assert_eq!(kept(&even, Sampling { min_p: 1.0, ..PLAIN }), [0, 1, 2, 3]);
     assert_eq!(kept(&even, Sampling { temperature: 0.0, ..PLAIN }), [0]);
-    assert_eq!(draw(&[0.5, 2.0, 2.0, -1.0], &SampleRow::GREEDY), 1);
+    assert_eq!(draw(&[0.5, 2.0, 2.0, -1.0], &[], &SampleRow::GREEDY), 1);
 }
 
 #[test]
@@ -138,9 +138,9 @@ fn temperature_zero_top_k_one_and_greedy_are_the_same() {
             Sampling { top_k: 1, seed: case, ..PLAIN },
             Sampling { temperature: 0.0, top_k: 5, top_p: 0.3, min_p: 0.5, seed: case },
         ] {
-            assert_eq!(draw(&logits, &compile(&sampling, case as u32, None)), likeliest, "{sampling:?}");
+            assert_eq!(draw(&logits, &[], &compile(&sampling, case as u32, None)), likeliest, "{sampling:?}");
         }
-        assert_eq!(draw(&logits, &SampleRow::GREEDY), likeliest);
+        assert_eq!(draw(&logits, &[], &SampleRow::GREEDY), likeliest);
     }
 }
 
@@ -151,7 +151,7 @@ fn impossible_tokens_are_never_drawn() {
         let set: BTreeSet<u32> = drawn(&masked, &sampling, 2000).into_iter().collect();
         assert_eq!(set, BTreeSet::from([1, 3]), "{sampling:?}");
     }
-    assert_eq!(draw(&[f32::NAN, -3.0, f32::NAN, -2.0], &SampleRow::GREEDY), 3);
+    assert_eq!(draw(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], &SampleRow::GREEDY), 3);
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn a_seed_and_a_position_fix_the_token() {
     }
     // The number drawn by is the generator's at that seed and position, so a position asked for alone
     // gives what it gives in passing.
-    let alone = draw(&logits, &compile(&PLAIN, 321, None));
+    let alone = draw(&logits, &[], &compile(&PLAIN, 321, None));
     assert_eq!(alone, drawn(&logits, &PLAIN, 500)[321]);
 }
 

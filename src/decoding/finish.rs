@@ -1,52 +1,105 @@
-//! When a sequence is over, as far as token ids and lengths tell.
+//! When a sequence is over, as far as token ids and lengths tell, and what is done to a row's logits so that
+//! it is not over too soon.
 //!
-//! Invariant: decided from one token alone; stop strings are found where ids become text.
+//! Invariant: decided from one token alone; stop strings are found where ids become text. A token that
+//! [`biases`] forbids is one that [`finish`] would end the sequence by.
 
-use crate::request::FinishReason;
+use crate::request::{FinishReason, Request};
 
-/// Why the sequence ends with `token`, if it does. `generated` counts the tokens generated so far, this one
-/// included; `eos` are the model's end-of-sequence tokens.
+/// Why `request`'s sequence ends with `token`, if it does. `generated` counts the tokens generated so far,
+/// this one included; `eos` are the model's end-of-sequence tokens. A request for no tokens is over with the
+/// first.
 ///
-/// A token that ends the sequence with [`FinishReason::Stop`] is not sent to the client; one that ends it
-/// with [`FinishReason::Length`] is.
-pub fn finish(
-    token: u32,
-    eos: &[u32],
-    ignore_eos: bool,
-    generated: u32,
-    max_tokens: u32,
-) -> Option<FinishReason> {
-    if !ignore_eos && eos.contains(&token) {
+/// A token that ends the sequence itself is no part of the text; the last one of a full length is.
+pub fn finish(token: u32, request: &Request, eos: &[u32], generated: u32) -> Option<FinishReason> {
+    if request.max_tokens == 0 {
+        return Some(FinishReason::Length);
+    }
+    if active(request, eos).contains(&token) {
         return Some(FinishReason::Stop);
     }
-    (generated >= max_tokens).then_some(FinishReason::Length)
+    if request.stop_ids.contains(&token) {
+        return Some(FinishReason::StopToken(token));
+    }
+    (generated >= request.max_tokens).then_some(FinishReason::Length)
+}
+
+/// What is added to the logits of the token after `generated` ones: the request's own biases, and before
+/// `min_tokens` a ban on every token that would end the sequence.
+pub fn biases<'a>(
+    request: &'a Request,
+    eos: &'a [u32],
+    generated: u32,
+) -> impl Iterator<Item = (u32, f32)> + 'a {
+    let ends = active(request, eos).iter().chain(&*request.stop_ids);
+    let banned = ends.filter(move |_| generated < request.min_tokens).map(|id| (*id, f32::NEG_INFINITY));
+    request.logit_bias.iter().copied().chain(banned)
+}
+
+/// The end-of-sequence tokens that the request heeds.
+fn active<'a>(request: &Request, eos: &'a [u32]) -> &'a [u32] {
+    if request.ignore_eos { &[] } else { eos }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const EOS: &[u32] = &[2, 7];
+
+    /// A request with a stop token that is the model's too, and one of its own.
+    fn request(max_tokens: u32, ignore_eos: bool) -> Request {
+        Request { ignore_eos, stop_ids: [7, 9].into(), ..Request::greedy("", [1], max_tokens) }
+    }
+
     #[test]
-    fn ends_at_eos_and_at_the_limit_and_nowhere_else() {
-        const EOS: &[u32] = &[2, 7];
+    fn ends_at_eos_at_stop_tokens_and_at_the_limit_and_nowhere_else() {
+        use FinishReason::{Length, Stop, StopToken};
         let cases = [
-            (5, EOS, false, 1, 3, None),
-            (5, EOS, false, 2, 3, None),
-            (5, EOS, false, 3, 3, Some(FinishReason::Length)),
-            (2, EOS, false, 1, 3, Some(FinishReason::Stop)),
-            (7, EOS, false, 1, 3, Some(FinishReason::Stop)),
-            // At the limit the end-of-sequence token is still one, and still not sent.
-            (7, EOS, false, 3, 3, Some(FinishReason::Stop)),
-            (7, EOS, true, 2, 3, None),
-            (7, EOS, true, 3, 3, Some(FinishReason::Length)),
-            (2, &[], false, 1, 3, None),
+            (5, false, 1, 3, None),
+            (5, false, 2, 3, None),
+            (5, false, 3, 3, Some(Length)),
+            (2, false, 1, 3, Some(Stop)),
+            // The model's own, as long as it counts.
+            (7, false, 1, 3, Some(Stop)),
+            (7, true, 1, 3, Some(StopToken(7))),
+            (9, false, 1, 3, Some(StopToken(9))),
+            (9, true, 2, 3, Some(StopToken(9))),
+            // At the limit a token that ends the sequence is still one, and still not sent.
+            (2, false, 3, 3, Some(Stop)),
+            (9, false, 3, 3, Some(StopToken(9))),
+            (2, true, 2, 3, None),
+            (2, true, 3, 3, Some(Length)),
+            // Nothing was asked for.
+            (5, false, 1, 0, Some(Length)),
+            (2, false, 1, 0, Some(Length)),
         ];
-        for (token, eos, ignore_eos, generated, max_tokens, expected) in cases {
-            let reason = finish(token, eos, ignore_eos, generated, max_tokens);
+        for (token, ignore_eos, generated, max_tokens, expected) in cases {
+            let reason = finish(token, &request(max_tokens, ignore_eos), EOS, generated);
             assert_eq!(
                 reason, expected,
                 "token {token}, {generated} of {max_tokens}, ignore_eos {ignore_eos}"
             );
+        }
+        assert_eq!(finish(2, &request(3, false), &[], 1), None);
+    }
+
+    /// Before the least length every token that would end the sequence is forbidden, and none besides; from
+    /// there on none.
+    #[test]
+    fn what_would_end_a_sequence_too_soon_is_forbidden() {
+        for ignore_eos in [false, true] {
+            let logit_bias = [(4, 1.5), (2, -3.0)].into();
+            let request = Request { min_tokens: 2, logit_bias, ..request(5, ignore_eos) };
+            for generated in 0..4 {
+                let all: Vec<(u32, f32)> = biases(&request, EOS, generated).collect();
+                assert_eq!(all[..2], *request.logit_bias);
+                for token in 0..12 {
+                    let is_forbidden = all[2..].contains(&(token, f32::NEG_INFINITY));
+                    let would_end = finish(token, &request, EOS, generated + 1).is_some();
+                    assert_eq!(is_forbidden, generated < 2 && would_end, "{token} after {generated}");
+                }
+            }
         }
     }
 }

@@ -11,6 +11,6 @@ pub mod finish;
 #[cfg(test)]
 mod distribution;
 
-pub use finish::finish;
+pub use finish::{biases, finish};
 pub use mainstem_kernels::reference::{LogProbs, draw, logprobs};
 pub use sampling::{compile, validate};

@@ -21,7 +21,8 @@ pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
 }
 
 /// The row that draws the token at `position` of its sequence. `logprobs`: as in
-/// [`Request`](crate::request::Request), the most likely tokens reported beside it.
+/// [`Request`](crate::request::Request), the most likely tokens reported beside it. Biases are the batch's to
+/// hold, and whoever fills it adds them.
 pub fn compile(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SampleRow {
     SampleRow {
         mode: SampleMode::Draw,
@@ -31,6 +32,8 @@ pub fn compile(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> Samp
         top_k: sampling.top_k,
         top_p: sampling.top_p,
         min_p: sampling.min_p,
+        bias_at: 0,
+        bias_len: 0,
         logprob: logprobs.is_some(),
         top_logprobs: logprobs.unwrap_or(0),
     }
@@ -82,6 +85,8 @@ mod tests {
             top_k: 40,
             top_p: 0.9,
             min_p: 0.05,
+            bias_at: 0,
+            bias_len: 0,
             logprob: true,
             top_logprobs: 5,
         };

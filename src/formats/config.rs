@@ -4,12 +4,47 @@
 //! Invariant: a value of the wrong kind or out of range is an error that names the file and the key; a key
 //! that is null counts as absent, as it does for the programs that write these files.
 
+use super::Folder;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// Keys of generation_config.json that have no say in which tokens come: the model's own books, how to
+/// compute, how to guess ahead, what to hand back beside the text. Those that begin with '_' have none either.
+const WITHOUT_SAY: [&str; 25] = [
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "is_assistant",
+    "low_memory",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "pad_token_id",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+    "return_legacy_cache",
+    "target_lookbehind",
+    "transformers_version",
+    "use_cache",
+];
+
+/// Those that are served.
+const SERVED: [&str; 7] =
+    ["bos_token_id", "do_sample", "eos_token_id", "min_p", "temperature", "top_k", "top_p"];
 
 /// What rotary embeddings use when `rope_theta` is absent.
 const ROPE_THETA: f64 = 10_000.0;
@@ -27,28 +62,23 @@ pub struct HubConfig {
 
 impl HubConfig {
     /// The `config.json` of a model's folder.
-    pub fn from_folder(folder: &Path) -> Result<HubConfig> {
-        HubConfig::read(&folder.join(CONFIG))
+    pub fn from_folder(folder: &Folder) -> Result<HubConfig> {
+        HubConfig::parse(folder.file(CONFIG), &folder.read_needed(CONFIG)?)
     }
 
-    /// The object in a file.
-    pub fn read(file: &Path) -> Result<HubConfig> {
-        let name = || file.display().to_string();
-        let text = std::fs::read(file).with_context(name)?;
-        let entries = serde_json::from_slice(&text).with_context(name)?;
-        Ok(HubConfig { file: file.to_owned(), prefix: String::new(), entries })
+    /// The object in a file of a model's folder; `None` when there is no such file.
+    pub fn read_if_present(folder: &Folder, name: &str) -> Result<Option<HubConfig>> {
+        folder.read(name)?.map(|content| HubConfig::parse(folder.file(name), &content)).transpose()
+    }
+
+    fn parse(file: PathBuf, content: &[u8]) -> Result<HubConfig> {
+        let entries = serde_json::from_slice(content).with_context(|| file.display().to_string())?;
+        Ok(HubConfig { file, prefix: String::new(), entries })
     }
 
     /// Settings that some other file, named for errors, has given.
     pub fn from_entries(file: &Path, entries: Map<String, Value>) -> HubConfig {
         HubConfig { file: file.to_owned(), prefix: String::new(), entries }
-    }
-
-    fn read_if_present(file: &Path) -> Result<Option<HubConfig>> {
-        if file.try_exists().with_context(|| file.display().to_string())? {
-            return HubConfig::read(file).map(Some);
-        }
-        Ok(None)
     }
 
     /// The file, to name in errors.
@@ -80,6 +110,10 @@ impl HubConfig {
 
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         self.typed(key, "a whole number that is not negative", |v| v.as_u64()?.try_into().ok())
+    }
+
+    pub fn opt_u32(&self, key: &str) -> Result<Option<u32>> {
+        self.typed(key, "a whole number of 32 bits", |v| v.as_u64()?.try_into().ok())
     }
 
     pub fn f64(&self, key: &str) -> Result<f64> {
@@ -116,6 +150,11 @@ impl HubConfig {
         self.typed(key, "a string", Value::as_str)
     }
 
+    /// A token's name, given alone or as the content of its description.
+    pub fn opt_token(&self, key: &str) -> Result<Option<&str>> {
+        self.typed(key, "a token's name or description", |v| v.as_str().or_else(|| v["content"].as_str()))
+    }
+
     /// Token ids, given as one number or as a list; an absent key is no ids.
     pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| value.as_u64()?.try_into().ok();
@@ -148,9 +187,14 @@ impl HubConfig {
         value.ok_or_else(|| self.wrong(key, "it is missing"))
     }
 
-    /// A number that `fits`.
-    fn ranged(&self, key: &str, range: &str, fits: impl Fn(f64) -> bool) -> Result<Option<f64>> {
-        let value = self.opt_f64(key)?;
+    /// A value that was read, which must fit.
+    fn fitting<T: Copy + std::fmt::Display>(
+        &self,
+        key: &str,
+        value: Option<T>,
+        range: &str,
+        fits: impl Fn(T) -> bool,
+    ) -> Result<Option<T>> {
         match value {
             Some(x) if !fits(x) => Err(self.wrong(key, format_args!("{x} is not {range}"))),
             value => Ok(value),
@@ -158,7 +202,7 @@ impl HubConfig {
     }
 
     fn positive(&self, key: &str) -> Result<Option<f64>> {
-        self.ranged(key, "a positive number", |x| x > 0.0)
+        self.fitting(key, self.opt_f64(key)?, "a positive number", |x| x > 0.0)
     }
 
     fn needed_positive(&self, key: &str) -> Result<f64> {
@@ -173,34 +217,89 @@ pub struct GenerationConfig {
     pub eos: Vec<u32>,
     pub bos: Option<u32>,
     pub do_sample: Option<bool>,
+    pub sampling: SamplingDefaults,
+    /// What else would change the answers, and is not served: keys with their values.
+    pub unserved: Map<String, Value>,
+}
+
+/// How a model wants its tokens drawn: the values that its generation_config.json gives, whatever `do_sample`
+/// says beside them. They stand in for what a request leaves out; what is `None` has no default here.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingDefaults {
     /// 0 is greedy.
     pub temperature: Option<f32>,
+    /// 0 keeps all.
+    pub top_k: Option<u32>,
     /// Above 0, at most 1.
     pub top_p: Option<f32>,
-    /// 0 keeps all.
-    pub top_k: Option<usize>,
+    /// From 0 to 1.
+    pub min_p: Option<f32>,
 }
 
 impl GenerationConfig {
     /// The `generation_config.json` of a model's folder, if it has one. The ids it does not give are taken
     /// from the model's `config`.
-    pub fn from_folder(folder: &Path, config: &HubConfig) -> Result<GenerationConfig> {
-        let own = HubConfig::read_if_present(&folder.join(GENERATION_CONFIG))?;
+    pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<GenerationConfig> {
+        let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
         let ids = |key: &str| match own.as_ref().filter(|own| own.get(key).is_some()) {
             Some(own) => own.token_ids(key),
             None => config.token_ids(key),
         };
         let (eos, bos) = (ids("eos_token_id")?, ids("bos_token_id")?.first().copied());
         let Some(own) = &own else { return Ok(GenerationConfig { eos, bos, ..Default::default() }) };
-        let temperature = own.ranged("temperature", "a temperature of 0 or more", |x| x >= 0.0)?;
-        let top_p = own.ranged("top_p", "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?;
-        Ok(GenerationConfig {
-            eos,
-            bos,
-            do_sample: own.opt_bool("do_sample")?,
-            temperature: temperature.map(|x| x as f32),
-            top_p: top_p.map(|x| x as f32),
-            top_k: own.opt_usize("top_k")?,
+        let (do_sample, sampling) = (own.opt_bool("do_sample")?, SamplingDefaults::read(own)?);
+        let unserved = own.entries.iter().filter(|(key, value)| is_unserved(key, value));
+        let unserved = unserved.map(|(key, value)| (key.clone(), value.clone())).collect();
+        Ok(GenerationConfig { eos, bos, do_sample, sampling, unserved })
+    }
+}
+
+/// Whether a setting of generation_config.json would change the answers, were it served. A key that is not
+/// known might.
+fn is_unserved(key: &str, value: &Value) -> bool {
+    let is_neutral = match value {
+        Value::Null => true,
+        Value::Bool(on) => !on,
+        Value::Number(number) => number.as_f64() == Some(neutral_number(key)),
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(entries) => entries.is_empty(),
+    };
+    let has_say = !key.starts_with('_') && !WITHOUT_SAY.contains(&key) && !SERVED.contains(&key);
+    has_say && !is_neutral
+}
+
+/// The number with which a setting of generation_config.json changes nothing.
+fn neutral_number(key: &str) -> f64 {
+    match key {
+        "encoder_repetition_penalty"
+        | "guidance_scale"
+        | "length_penalty"
+        | "num_beam_groups"
+        | "num_beams"
+        | "num_return_sequences"
+        | "repetition_penalty"
+        | "typical_p" => 1.0,
+        // Programs that write this file wrote their own default into it, meant or not.
+        "max_length" => 20.0,
+        _ => 0.0,
+    }
+}
+
+impl SamplingDefaults {
+    fn read(settings: &HubConfig) -> Result<SamplingDefaults> {
+        let number = |key: &str, range: &str, fits: fn(f32) -> bool| {
+            settings.fitting(key, settings.opt_f32(key)?, range, fits)
+        };
+        Ok(SamplingDefaults {
+            temperature: number("temperature", "a temperature of 0 or more", |x| x >= 0.0)?,
+            top_k: match settings.get("top_k").and_then(Value::as_i64) {
+                // Another way to keep all.
+                Some(-1) => Some(0),
+                _ => settings.opt_u32("top_k")?,
+            },
+            top_p: number("top_p", "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?,
+            min_p: number("min_p", "from 0 to 1", |x| (0.0..=1.0).contains(&x))?,
         })
     }
 }
@@ -230,6 +329,13 @@ pub enum RopeScaling {
     },
 }
 
+/// Keys of a configuration, nested ones with dots; none where the format's own meaning stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RopeKeys {
+    pub theta: Vec<String>,
+    pub scaling: Vec<String>,
+}
+
 impl RopeConfig {
     /// The rotary settings of a model: `rope_theta` with `rope_scaling`, or `rope_parameters` that hold both.
     pub fn from_config(config: &HubConfig) -> Result<RopeConfig> {
@@ -245,6 +351,22 @@ impl RopeConfig {
             }
             (Some(rope), _) | (_, Some(rope)) => Ok(rope),
         }
+    }
+
+    /// The keys that [`RopeConfig::from_config`] takes each part from.
+    pub fn keys(config: &HubConfig) -> Result<RopeKeys> {
+        let mut keys = RopeKeys::default();
+        for name in ["rope_scaling", "rope_parameters"] {
+            let Some(section) = config.section(name)? else { continue };
+            keys.scaling.push(name.to_owned());
+            if section.get("rope_theta").is_some() {
+                keys.theta.push(format!("{name}.rope_theta"));
+            }
+        }
+        if keys.theta.is_empty() && config.get("rope_theta").is_some() {
+            keys.theta.push("rope_theta".to_owned());
+        }
+        Ok(keys)
     }
 
     fn from_section(section: &HubConfig, outer_theta: f64) -> Result<RopeConfig> {
@@ -306,7 +428,7 @@ mod tests {
     fn config(text: &str) -> HubConfig {
         let folder = Scratch::new();
         folder.write(CONFIG, text.as_bytes());
-        HubConfig::from_folder(folder.path()).unwrap()
+        HubConfig::from_folder(&folder.folder()).unwrap()
     }
 
     #[test]
@@ -351,7 +473,7 @@ mod tests {
         let folder = Scratch::new();
         for text in ["", "[]", "{", "{\"a\":NaN}"] {
             let path = folder.write(CONFIG, text.as_bytes());
-            let error = format!("{:#}", HubConfig::from_folder(folder.path()).unwrap_err());
+            let error = format!("{:#}", HubConfig::from_folder(&folder.folder()).unwrap_err());
             assert!(error.starts_with(path.to_str().unwrap()), "{error}");
         }
     }
@@ -361,16 +483,21 @@ mod tests {
         if let Some(own) = own {
             folder.write(GENERATION_CONFIG, own.as_bytes());
         }
-        GenerationConfig::from_folder(folder.path(), &config(config_text))
+        GenerationConfig::from_folder(&folder.folder(), &config(config_text))
     }
 
     #[test]
     fn generation_settings_win_over_the_models_own() {
         let model = r#"{"eos_token_id":2,"bos_token_id":1}"#;
-        let g = generation(Some(r#"{"eos_token_id":[5,6],"temperature":0.6,"top_p":0.9,"top_k":50}"#), model)
-            .unwrap();
-        assert_eq!((g.eos, g.bos), (vec![5, 6], Some(1)));
-        assert_eq!((g.temperature, g.top_p, g.top_k, g.do_sample), (Some(0.6), Some(0.9), Some(50), None));
+        let g = generation(
+            Some(r#"{"eos_token_id":[5,6],"temperature":0.6,"top_p":0.9,"top_k":50,"min_p":0.05}"#),
+            model,
+        )
+        .unwrap();
+        assert_eq!((g.eos, g.bos, g.do_sample), (vec![5, 6], Some(1), None));
+        let sampling =
+            SamplingDefaults { temperature: Some(0.6), top_k: Some(50), top_p: Some(0.9), min_p: Some(0.05) };
+        assert_eq!(g.sampling, sampling);
         let absent = GenerationConfig { eos: vec![2], bos: Some(1), ..Default::default() };
         assert_eq!(generation(None, model).unwrap(), absent);
         assert_eq!(generation(Some("{}"), model).unwrap(), absent);
@@ -378,12 +505,50 @@ mod tests {
             (r#"{"temperature":-0.1}"#, "'temperature': -0.1"),
             (r#"{"top_p":0}"#, "'top_p': 0"),
             (r#"{"top_p":1.5}"#, "'top_p': 1.5"),
-            (r#"{"top_k":-1}"#, "'top_k': -1"),
+            (r#"{"temperature":1e39}"#, "'temperature': 1e+39"),
+            (r#"{"temperature":"0.7"}"#, "'temperature': \"0.7\""),
+            (r#"{"top_p":1e-60}"#, "'top_p': 0"),
+            (r#"{"top_k":-2}"#, "'top_k': -2"),
+            (r#"{"top_k":4294967296}"#, "'top_k': 4294967296"),
+            (r#"{"min_p":-0.5}"#, "'min_p': -0.5"),
+            (r#"{"min_p":1.01}"#, "'min_p': 1.01"),
+            (r#"{"do_sample":1}"#, "'do_sample': 1"),
             (r#"{"eos_token_id":"</s>"}"#, "'eos_token_id'"),
         ] {
             let error = format!("{:#}", generation(Some(own), model).unwrap_err());
             assert!(error.contains(key) && error.contains(GENERATION_CONFIG), "{error}");
         }
+    }
+
+    /// `do_sample` alone, or with nothing said of how, is no default.
+    #[test]
+    fn only_values_that_are_given_are_defaults() {
+        for own in ["{}", r#"{"do_sample":false}"#, r#"{"do_sample":true,"temperature":null}"#] {
+            assert_eq!(generation(Some(own), "{}").unwrap().sampling, SamplingDefaults::default(), "{own}");
+        }
+        let given = generation(Some(r#"{"do_sample":false,"temperature":0}"#), "{}").unwrap().sampling;
+        assert_eq!(given, SamplingDefaults { temperature: Some(0.0), ..Default::default() });
+        let all = generation(Some(r#"{"top_k":-1}"#), "{}").unwrap();
+        assert_eq!((all.sampling.top_k, all.unserved.len()), (Some(0), 0));
+    }
+
+    #[test]
+    fn what_would_change_the_answers_and_is_not_served_is_kept() {
+        let unserved = |own: &str| Value::Object(generation(Some(own), "{}").unwrap().unserved);
+        let neutral = r#"{
+            "_from_model_config": true, "transformers_version": "5.0", "use_cache": true, "pad_token_id": 3,
+            "bos_token_id": 1, "eos_token_id": [2, 3], "do_sample": true, "temperature": 0.7, "top_p": 0.95,
+            "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.0, "typical_p": 1, "num_beams": 1,
+            "no_repeat_ngram_size": 0, "length_penalty": 1.0, "max_length": 20, "max_new_tokens": null,
+            "suppress_tokens": [], "early_stopping": false, "epsilon_cutoff": 0.0, "cache_config": {}
+        }"#;
+        assert_eq!(unserved(neutral), Value::Object(Map::new()));
+        let wishes = r#"{
+            "encoder_no_repeat_ngram_size": 2, "max_length": 4096, "max_new_tokens": 400, "min_length": 1,
+            "no_repeat_ngram_size": 3, "num_beams": 4, "repetition_penalty": 1.05, "some_new_wish": "much",
+            "stop_strings": ["END"], "suppress_tokens": [7], "typical_p": 0, "watermarking_config": {"a": 1}
+        }"#;
+        assert_eq!(unserved(wishes), serde_json::from_str::<Value>(wishes).unwrap());
     }
 
     #[test]

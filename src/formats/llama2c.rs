@@ -4,8 +4,9 @@
 //!
 //! Invariant: an accepted file is exactly as long as its header says it should be.
 
+use super::folder::FileBytes;
 use super::mmap::MappedFile;
-use super::{Checkpoint, Entry, elements, fixed_bytes};
+use super::{Checkpoint, Dtype, Entry, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use std::collections::BTreeMap;
@@ -43,7 +44,7 @@ impl Checkpoint {
     pub fn open_llama2c(path: &Path) -> Result<(Checkpoint, Llama2cHeader)> {
         let file = MappedFile::open(path)?;
         let (tensors, header) = read(file.bytes()).with_context(|| path.display().to_string())?;
-        Ok((Checkpoint { files: vec![file], tensors }, header))
+        Ok((Checkpoint { files: vec![FileBytes::Mapped(file)], tensors }, header))
     }
 }
 
@@ -62,8 +63,8 @@ fn read(bytes: &[u8]) -> Result<(BTreeMap<String, Entry>, Llama2cHeader)> {
             offset = range.end;
             if let Some(name) = name {
                 let name = if layered { format!("layers.{layer}.{name}") } else { name.to_owned() };
-                tensors
-                    .insert(name, Entry { ty: QuantType::F32, shape: shape.clone(), file: 0, bytes: range });
+                let dtype = Dtype::Known(QuantType::F32);
+                tensors.insert(name, Entry { dtype, shape: shape.clone(), file: 0, bytes: range });
             }
         }
     }

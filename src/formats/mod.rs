@@ -1,12 +1,17 @@
-//! Files of weights, read as named tensors over memory-mapped bytes, and the settings that lie beside them.
+//! Files of weights, read as named tensors over bytes that stay where they are, and the settings that lie
+//! beside them.
 //!
 //! Invariant: a [`Checkpoint`] that exists is consistent: every tensor's bytes lie inside its file and are
-//! exactly as many as its shape and type need. A file that is not so is refused, with the file, the tensor
-//! and the reason, before anything is allocated from a number it holds.
+//! exactly as many as its shape and type need, unless its type is foreign. A file that is not so is refused,
+//! with the file, the tensor and the reason, before anything is allocated from a number it holds.
 
 mod mmap;
 
+pub mod folder;
+
 pub mod config;
+
+pub mod chat;
 
 mod llama2c;
 mod safetensors;
@@ -14,37 +19,60 @@ mod safetensors;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use config::{GenerationConfig, HubConfig, RopeConfig, RopeScaling};
+pub use chat::{ChatFiles, ChatSource};
+pub use config::{GenerationConfig, HubConfig, RopeConfig, RopeKeys, RopeScaling, SamplingDefaults};
+pub(crate) use folder::is_plain_name;
+pub use folder::{EmbeddedFolder, Folder};
 pub use llama2c::Llama2cHeader;
 
 use anyhow::{Result, bail};
+use folder::FileBytes;
 use mainstem_kernels::QuantType;
-use mmap::MappedFile;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-/// Named tensors over one or more memory-mapped files.
+/// Named tensors over the bytes of one or more files.
 #[derive(Debug)]
 pub struct Checkpoint {
-    files: Vec<MappedFile>,
+    files: Vec<FileBytes>,
     tensors: BTreeMap<String, Entry>,
 }
 
-/// Where a tensor's bytes lie.
+/// What a tensor is, and where its bytes lie.
 #[derive(Debug)]
 struct Entry {
-    ty: QuantType,
+    dtype: Dtype,
     shape: Vec<usize>,
     file: usize,
     bytes: Range<usize>,
+}
+
+/// The number format of a stored tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    Known(QuantType),
+    /// One that cannot be computed with, by its name in the file. Such a tensor may lie in a file as long as
+    /// nobody needs it; its bytes lie inside the file, but are not held against its shape.
+    Foreign(String),
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Dtype::Known(ty) => ty.fmt(f),
+            Dtype::Foreign(name) => f.write_str(name),
+        }
+    }
 }
 
 /// One tensor of a checkpoint. Its bytes are little-endian, row-major and of any alignment.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     pub name: &'a str,
-    pub ty: QuantType,
+    pub dtype: &'a Dtype,
     /// Outermost dimension first; empty for a single number.
     pub shape: &'a [usize],
     pub bytes: &'a [u8],
@@ -53,6 +81,26 @@ pub struct TensorView<'a> {
 }
 
 impl Checkpoint {
+    /// Tensors that the program made: each by name and shape, its numbers of type `ty` in `buffer` from the
+    /// given byte on. They may share bytes. `path` stands for the file in errors.
+    pub fn from_buffer(
+        path: &Path,
+        buffer: Vec<u8>,
+        ty: QuantType,
+        tensors: impl IntoIterator<Item = (String, Vec<usize>, usize)>,
+    ) -> Checkpoint {
+        let held = buffer.len();
+        let entry = |(name, shape, begin): (String, Vec<usize>, usize)| {
+            let bytes = elements(&shape).and_then(|n| ty.bytes(n)).and_then(|len| begin.checked_add(len));
+            let end =
+                bytes.filter(|end| *end <= held).expect("a tensor lies inside its buffer; this is a bug");
+            (name, Entry { dtype: Dtype::Known(ty), shape, file: 0, bytes: begin..end })
+        };
+        let tensors = tensors.into_iter().map(entry).collect();
+        let file = FileBytes::Held { path: path.to_owned(), bytes: Cow::Owned(buffer) };
+        Checkpoint { files: vec![file], tensors }
+    }
+
     /// The tensor of that name.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.tensors.get_key_value(name).map(|(name, entry)| self.view(name, entry))
@@ -70,7 +118,7 @@ impl Checkpoint {
 
     /// The files, in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.files.iter().map(MappedFile::path)
+        self.files.iter().map(FileBytes::path)
     }
 
     /// Bytes of all tensors together.
@@ -81,7 +129,22 @@ impl Checkpoint {
     fn view<'a>(&'a self, name: &'a str, entry: &'a Entry) -> TensorView<'a> {
         let file = &self.files[entry.file];
         let bytes = &file.bytes()[entry.bytes.clone()];
-        TensorView { name, ty: entry.ty, shape: &entry.shape, bytes, file: file.path() }
+        TensorView { name, dtype: &entry.dtype, shape: &entry.shape, bytes, file: file.path() }
+    }
+}
+
+impl TensorView<'_> {
+    /// The number format; an error that names file, tensor and format if it cannot be computed with.
+    pub fn quant_type(&self) -> Result<QuantType> {
+        match self.dtype {
+            Dtype::Known(ty) => Ok(*ty),
+            Dtype::Foreign(name) => bail!(
+                "{}: tensor '{}': its dtype {name} is not supported (supported: {})",
+                self.file.display(),
+                self.name,
+                safetensors::DTYPES.map(|(name, _)| name).join(", ")
+            ),
+        }
     }
 }
 

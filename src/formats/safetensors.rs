@@ -4,8 +4,8 @@
 //! Invariant: the tensors of an accepted file tile its data section: no overlap, no hole, nothing after the
 //! last.
 
-use super::mmap::MappedFile;
-use super::{Checkpoint, Entry, elements, fixed_bytes};
+use super::folder::{FileBytes, Folder, is_plain_name};
+use super::{Checkpoint, Dtype, Entry, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use serde::Deserialize;
@@ -13,11 +13,9 @@ use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
-use std::path::{Component, Path};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-const INDEX_SUFFIX: &str = ".index.json";
 
 /// The format's own bound on its header.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
@@ -26,40 +24,33 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 const METADATA: &str = "__metadata__";
 
 /// The number types that can be served, by their names in the header.
-const DTYPES: [(&str, QuantType); 3] =
+pub(super) const DTYPES: [(&str, QuantType); 3] =
     [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
 
 impl Checkpoint {
-    /// Opens one safetensors file, an index file with the files it names, or the folder that holds either as
-    /// `model.safetensors` or `model.safetensors.index.json`.
-    pub fn open_safetensors(path: &Path) -> Result<Checkpoint> {
-        if path.is_dir() {
-            let [single, index] = [SINGLE, INDEX].map(|name| path.join(name));
-            return match (single.exists(), index.exists()) {
-                (true, _) => open_single(&single),
-                (false, true) => open_sharded(&index),
-                (false, false) => bail!("{}: neither {SINGLE} nor {INDEX} is there", path.display()),
-            };
-        }
-        match path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(INDEX_SUFFIX)) {
-            true => open_sharded(path),
-            false => open_single(path),
+    /// Opens a folder's safetensors: `model.safetensors`, or the files that `model.safetensors.index.json`
+    /// names.
+    pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
+        match (folder.has(SINGLE), folder.has(INDEX)) {
+            (true, _) => open_single(folder),
+            (false, true) => open_sharded(folder),
+            (false, false) => bail!("{}: neither {SINGLE} nor {INDEX} is there", folder.path().display()),
         }
     }
 }
 
-fn open_single(path: &Path) -> Result<Checkpoint> {
-    let (file, tensors) = open_file(path, 0)?;
+fn open_single(folder: &Folder) -> Result<Checkpoint> {
+    let (file, tensors) = open_file(folder, SINGLE, 0)?;
     Ok(Checkpoint { files: vec![file], tensors })
 }
 
-/// Opens every file that the index at `path` names. Index and files must agree on where each tensor is.
-fn open_sharded(path: &Path) -> Result<Checkpoint> {
-    let shards = read_index(path).with_context(|| path.display().to_string())?;
-    let folder = path.parent().unwrap_or(Path::new(""));
+/// Opens every file that the folder's index names. Index and files must agree on where each tensor is.
+fn open_sharded(folder: &Folder) -> Result<Checkpoint> {
+    let shards =
+        read_index(&folder.read_needed(INDEX)?).with_context(|| folder.file(INDEX).display().to_string())?;
     let mut checkpoint = Checkpoint { files: Vec::new(), tensors: BTreeMap::new() };
     for (shard, names) in &shards {
-        let (file, tensors) = open_file(&folder.join(shard), checkpoint.files.len())?;
+        let (file, tensors) = open_file(folder, shard, checkpoint.files.len())?;
         let name = file.path().display();
         if let Some(missing) = names.iter().find(|name| !tensors.contains_key(*name)) {
             bail!("{name}: tensor '{missing}': the index says it is here, but it is not");
@@ -74,12 +65,12 @@ fn open_sharded(path: &Path) -> Result<Checkpoint> {
 }
 
 /// The tensors that each shard should hold.
-fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
+fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: ByTensor<String>,
     }
-    let index: Index = serde_json::from_slice(&std::fs::read(path)?)?;
+    let index: Index = serde_json::from_slice(content)?;
     let mut shards = BTreeMap::<String, BTreeSet<String>>::new();
     for (tensor, shard) in index.weight_map.0 {
         ensure!(
@@ -91,18 +82,11 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shards)
 }
 
-/// Whether a name, joined to a folder, stays in that folder on every system.
-fn is_plain_name(name: &str) -> bool {
-    let mut components = Path::new(name).components();
-    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
-        && !name.contains(['/', '\\', ':', '\0'])
-}
-
-/// Maps one file and reads its header. `file` is its place among the checkpoint's files.
-fn open_file(path: &Path, file: usize) -> Result<(MappedFile, BTreeMap<String, Entry>)> {
-    let mapped = MappedFile::open(path)?;
-    let tensors = read_tensors(mapped.bytes(), file).with_context(|| path.display().to_string())?;
-    Ok((mapped, tensors))
+/// Opens one file and reads its header. `place` is where it stands among the checkpoint's files.
+fn open_file(folder: &Folder, name: &str, place: usize) -> Result<(FileBytes, BTreeMap<String, Entry>)> {
+    let file = folder.open(name)?;
+    let tensors = read_tensors(file.bytes(), place).with_context(|| file.path().display().to_string())?;
+    Ok((file, tensors))
 }
 
 /// The tensors of a file with these bytes.
@@ -166,19 +150,21 @@ impl Described {
     /// The tensor's place in the file. Its range has been found to lie inside the data section.
     fn entry(self, name: &str, file: usize, data_start: usize) -> Result<Entry> {
         let Described { dtype, shape, data_offsets: [begin, end] } = self;
-        let Some((_, ty)) = DTYPES.into_iter().find(|(known, _)| *known == dtype) else {
-            bail!("tensor '{name}': its dtype {dtype} is not supported (supported: F32, F16, BF16)");
+        let dtype = match DTYPES.into_iter().find(|(known, _)| *known == dtype) {
+            Some((_, ty)) => Dtype::Known(ty),
+            None => Dtype::Foreign(dtype),
         };
-        let needed = elements(&shape).and_then(|n| ty.bytes(n));
-        let Some(needed) = needed else {
-            bail!("tensor '{name}': shape {shape:?} of {ty} is too large to count");
-        };
-        let held = end - begin;
-        ensure!(
-            needed == held,
-            "tensor '{name}': shape {shape:?} of {ty} needs {needed} bytes, but it has {held}"
-        );
-        Ok(Entry { ty, shape, file, bytes: data_start + begin..data_start + end })
+        if let Dtype::Known(ty) = dtype {
+            let Some(needed) = elements(&shape).and_then(|n| ty.bytes(n)) else {
+                bail!("tensor '{name}': shape {shape:?} of {ty} is too large to count");
+            };
+            let held = end - begin;
+            ensure!(
+                needed == held,
+                "tensor '{name}': shape {shape:?} of {ty} needs {needed} bytes, but it has {held}"
+            );
+        }
+        Ok(Entry { dtype, shape, file, bytes: data_start + begin..data_start + end })
     }
 }
 
@@ -239,7 +225,7 @@ mod tests {
     fn refusal(bytes: &[u8]) -> String {
         let folder = Scratch::new();
         let path = folder.write(SINGLE, bytes);
-        let error = format!("{:#}", Checkpoint::open_safetensors(&path).unwrap_err());
+        let error = format!("{:#}", Checkpoint::open_safetensors(&folder.folder()).unwrap_err());
         assert!(error.starts_with(path.to_str().unwrap()), "{error}");
         error
     }
@@ -248,17 +234,33 @@ mod tests {
     fn tensors_come_back_with_their_types_shapes_and_bytes() {
         let folder = Scratch::new();
         let path = folder.write(SINGLE, &file(HEADER, &DATA));
-        for opened in [folder.path(), &path] {
-            let checkpoint = Checkpoint::open_safetensors(opened).unwrap();
-            assert!(checkpoint.names().eq(["a", "b", "none", "one"]));
-            let seen: Vec<_> = checkpoint.tensors().map(|t| (t.name, t.ty, t.shape, t.bytes)).collect();
-            assert_eq!(seen[0], ("a", QuantType::F32, &[2, 1][..], &DATA[..8]));
-            assert_eq!(seen[1], ("b", QuantType::F16, &[3][..], &DATA[8..14]));
-            assert_eq!(seen[2], ("none", QuantType::F16, &[0, 7][..], &DATA[..0]));
-            assert_eq!(seen[3], ("one", QuantType::BF16, &[][..], &DATA[14..]));
-            assert_eq!(checkpoint.tensor("b").unwrap().file, path);
-            assert!(checkpoint.tensor("c").is_none());
-            assert_eq!(checkpoint.total_bytes(), DATA.len());
+        let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
+        assert!(checkpoint.names().eq(["a", "b", "none", "one"]));
+        let seen: Vec<_> =
+            checkpoint.tensors().map(|t| (t.name, t.quant_type().unwrap(), t.shape, t.bytes)).collect();
+        assert_eq!(seen[0], ("a", QuantType::F32, &[2, 1][..], &DATA[..8]));
+        assert_eq!(seen[1], ("b", QuantType::F16, &[3][..], &DATA[8..14]));
+        assert_eq!(seen[2], ("none", QuantType::F16, &[0, 7][..], &DATA[..0]));
+        assert_eq!(seen[3], ("one", QuantType::BF16, &[][..], &DATA[14..]));
+        assert_eq!(checkpoint.tensor("b").unwrap().file, path);
+        assert!(checkpoint.tensor("c").is_none());
+        assert_eq!(checkpoint.total_bytes(), DATA.len());
+    }
+
+    #[test]
+    fn a_foreign_dtype_is_refused_only_where_its_numbers_are_wanted() {
+        for (foreign, shape) in [("I64", "[2,1]"), ("f32", "[2,1]"), ("F8_E4M3", "[4611686018427387904,4]")] {
+            let folder = Scratch::new();
+            let header =
+                HEADER.replacen("\"F32\",\"shape\":[2,1]", &format!("\"{foreign}\",\"shape\":{shape}"), 1);
+            let path = folder.write(SINGLE, &file(&header, &DATA));
+            let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
+            assert_eq!(checkpoint.tensor("b").unwrap().quant_type().unwrap(), QuantType::F16);
+            let tensor = checkpoint.tensor("a").unwrap();
+            assert_eq!((tensor.dtype, tensor.bytes), (&Dtype::Foreign(foreign.into()), &DATA[..8]));
+            let error = tensor.quant_type().unwrap_err().to_string();
+            let expected = format!("{}: tensor 'a': its dtype {foreign} is not supported", path.display());
+            assert!(error.starts_with(&expected), "{error}");
         }
     }
 
@@ -266,8 +268,7 @@ mod tests {
     fn every_kind_of_damage_is_refused_by_name() {
         let a = |field: &str, value: &str| HEADER.replacen(field, value, 1);
         let cases = [
-            (a("F32", "I64"), "tensor 'a': its dtype I64 is not supported"),
-            (a("F32", "f32"), "tensor 'a': its dtype f32 is not supported"),
+            (a("F32\",\"shape\":[2,1]", "I64\",\"shape\":[-2]"), "tensor 'a': invalid value"),
             (a("[2,1]", "[2,2]"), "tensor 'a': shape [2, 2] of f32 needs 16 bytes, but it has 8"),
             (
                 a("[2,1]", "[4294967296,4294967296]"),
@@ -328,7 +329,9 @@ mod tests {
             }
             for (name, entry) in read_tensors(&bytes, 0).into_iter().flatten() {
                 let held = bytes[entry.bytes].len();
-                assert_eq!(elements(&entry.shape).and_then(|n| entry.ty.bytes(n)), Some(held), "{name}");
+                if let Dtype::Known(ty) = entry.dtype {
+                    assert_eq!(elements(&entry.shape).and_then(|n| ty.bytes(n)), Some(held), "{name}");
+                }
             }
         }
     }
@@ -353,13 +356,11 @@ mod tests {
     #[test]
     fn a_sharded_model_is_one_checkpoint() {
         let folder = sharded(&index(SHARDS[0], SHARDS[1]));
-        for path in [folder.path().to_owned(), folder.path().join(INDEX)] {
-            let checkpoint = Checkpoint::open_safetensors(&path).unwrap();
-            assert_eq!(checkpoint.tensor("x").unwrap().bytes, b"xx");
-            assert_eq!(checkpoint.tensor("y").unwrap().bytes, b"yy");
-            assert_eq!(checkpoint.tensor("y").unwrap().file, folder.path().join(SHARDS[1]));
-            assert!(checkpoint.files().eq(SHARDS.map(|shard| folder.path().join(shard))));
-        }
+        let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
+        assert_eq!(checkpoint.tensor("x").unwrap().bytes, b"xx");
+        assert_eq!(checkpoint.tensor("y").unwrap().bytes, b"yy");
+        assert_eq!(checkpoint.tensor("y").unwrap().file, folder.path().join(SHARDS[1]));
+        assert!(checkpoint.files().eq(SHARDS.map(|shard| folder.path().join(shard))));
     }
 
     #[test]
@@ -382,7 +383,7 @@ mod tests {
         }
         for (index, reason) in cases {
             let folder = sharded(&index);
-            let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+            let error = format!("{:#}", Checkpoint::open_safetensors(&folder.folder()).unwrap_err());
             assert!(error.contains(reason), "{index}\n{error}\nexpected: {reason}");
         }
     }
@@ -393,14 +394,14 @@ mod tests {
         let header = r#"{"y":{"dtype":"F16","shape":[1],"data_offsets":[0,2]},
             "z":{"dtype":"F16","shape":[0],"data_offsets":[2,2]}}"#;
         folder.write(SHARDS[1], &file(header, b"yy"));
-        let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+        let error = format!("{:#}", Checkpoint::open_safetensors(&folder.folder()).unwrap_err());
         assert!(error.contains("tensor 'z': the index does not say that it is here"), "{error}");
     }
 
     #[test]
     fn a_folder_without_weights_says_what_it_looked_for() {
         let folder = Scratch::new();
-        let error = format!("{:#}", Checkpoint::open_safetensors(folder.path()).unwrap_err());
+        let error = format!("{:#}", Checkpoint::open_safetensors(&folder.folder()).unwrap_err());
         assert!(error.contains(SINGLE) && error.contains(INDEX), "{error}");
     }
 }

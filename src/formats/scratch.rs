@@ -2,6 +2,7 @@
 //!
 //! Invariant: no two live at the same path, and each is removed when it is dropped.
 
+use super::Folder;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -19,6 +20,11 @@ impl Scratch {
 
     pub(crate) fn path(&self) -> &Path {
         &self.0
+    }
+
+    /// The same, as a model's folder.
+    pub(crate) fn folder(&self) -> Folder {
+        Folder::disk(&self.0)
     }
 
     /// Writes a file and returns its path.

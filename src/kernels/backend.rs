@@ -124,6 +124,8 @@ pub struct StepLimits {
     pub page_positions: usize,
     /// Most likely tokens reported for one row.
     pub top_logprobs: usize,
+    /// Biases of one sequence's logits.
+    pub biases: usize,
     pub vocab: usize,
 }
 
@@ -131,6 +133,11 @@ impl StepLimits {
     /// Entries of a slot's page table.
     pub fn table_len(&self) -> usize {
         self.positions.div_ceil(self.page_positions)
+    }
+
+    /// Biases of a step: each slot draws one token in it.
+    pub fn bias_room(&self) -> usize {
+        self.slots * self.biases
     }
 }
 
@@ -229,8 +236,8 @@ pub trait Backend: Send + 'static {
     /// Draws or scores the wanted rows `wanted` from logits (wanted.len(), vocab), appends their results to
     /// `out` in order, and remembers drawn tokens as their slots' last.
     ///
-    /// Defined by [`crate::reference::draw`]: logits ordered descending, ties by id; temperature, then top-k, top-p
-    /// and min-p; the draw is [`crate::random::uniform`] of (seed, position).
+    /// Defined by [`crate::reference::draw`]: biases added; logits ordered descending, ties by id;
+    /// temperature, then top-k, top-p and min-p; the draw is [`crate::random::uniform`] of (seed, position).
     fn sample(&mut self, wanted: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
 
     /// Copies rows of one slot's page table to the host: what checks and tests look at.

@@ -3,6 +3,8 @@
 //! Invariant: plain data of fixed capacity. A batch is built on the control side, read on the device,
 //! and comes back to be used again; neither journey allocates.
 
+use std::time::Duration;
+
 /// A sequence's place in every per-sequence buffer of the device.
 pub type Slot = u32;
 /// The number of a KV page. Page 0 is the sink: never leased, written by rows whose result nobody wants.
@@ -30,6 +32,8 @@ pub struct StepBatch {
     pub tokens: Vec<u32>,
     /// One entry for each wanted row, in row order.
     pub samples: Vec<SampleRow>,
+    /// What is added to logits before a token is drawn, one row's after another's: (id, bias).
+    pub biases: Vec<(u32, f32)>,
 }
 
 /// A run of tokens of one sequence within a step.
@@ -132,6 +136,10 @@ pub struct SampleRow {
     pub top_p: f32,
     /// Drop tokens less likely than this share of the likeliest; 0 keeps all.
     pub min_p: f32,
+    /// The row's entries of `StepBatch::biases`: `bias_len` from `bias_at` on. A bias of negative infinity
+    /// forbids its token.
+    pub bias_at: u32,
+    pub bias_len: u32,
     /// Whether the log-probability of the token is wanted (raw logits, before temperature).
     pub logprob: bool,
     /// How many most likely tokens are reported beside it.
@@ -160,6 +168,8 @@ impl SampleRow {
         top_k: 0,
         top_p: 1.0,
         min_p: 0.0,
+        bias_at: 0,
+        bias_len: 0,
         logprob: false,
         top_logprobs: 0,
     };
@@ -167,6 +177,11 @@ impl SampleRow {
     /// Whether the largest logit is taken as it is.
     pub fn is_greedy(&self) -> bool {
         self.temperature < SampleRow::GREEDY_BELOW || self.top_k == 1
+    }
+
+    /// Its entries of the batch's `biases`.
+    pub fn biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
+        &biases[self.bias_at as usize..][..self.bias_len as usize]
     }
 }
 
@@ -178,6 +193,16 @@ pub struct StepOutput {
     pub rows: Vec<SampledRow>,
     /// The most likely tokens of all rows, one row's after another's: (id, log-probability).
     pub top: Vec<(u32, f32)>,
+    pub times: StepTimes,
+}
+
+/// What a step took on its device. The parts do not overlap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// From the batch to the last logits.
+    pub forward: Duration,
+    /// From logits to tokens and what is reported of them.
+    pub sample: Duration,
 }
 
 /// One wanted row's result.
@@ -204,6 +229,7 @@ impl StepBatch {
             spans: Vec::with_capacity(limits.rows),
             tokens: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
+            biases: Vec::with_capacity(limits.bias_room()),
         }
     }
 
@@ -215,6 +241,7 @@ impl StepBatch {
         self.spans.clear();
         self.tokens.clear();
         self.samples.clear();
+        self.biases.clear();
     }
 
     /// Rows of the pass.
@@ -255,6 +282,7 @@ impl StepOutput {
             step: 0,
             rows: Vec::with_capacity(limits.rows),
             top: Vec::with_capacity(limits.rows * limits.top_logprobs),
+            times: StepTimes::default(),
         }
     }
 
@@ -262,6 +290,7 @@ impl StepOutput {
     pub fn clear(&mut self) {
         self.rows.clear();
         self.top.clear();
+        self.times = StepTimes::default();
     }
 
     /// The most likely tokens of one row.

@@ -25,7 +25,7 @@ pub use backend::{
 };
 pub use batch::{
     PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch,
-    StepOutput, TableUpdate, Want,
+    StepOutput, StepTimes, TableUpdate, Want,
 };
 pub use host::HostBuf;
 pub use quant::QuantType;

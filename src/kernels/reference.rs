@@ -28,6 +28,7 @@ pub struct Reference {
     wanted: Vec<usize>,
     /// What to do with each wanted row.
     samples: Vec<SampleRow>,
+    biases: Vec<(u32, f32)>,
 }
 
 #[derive(Clone, Debug)]
@@ -60,19 +61,23 @@ impl LogProbs {
     }
 }
 
-/// The token that `row` draws from `logits` (vocabulary). What `Backend::sample` must give, exactly.
+/// The token that `row` draws from `logits` (vocabulary) with its `biases`. What `Backend::sample` must
+/// give, exactly.
 ///
-/// 1. Greedy rows take the largest logit, the lowest id on ties. So do rows without a finite largest
+/// 1. Biases are added first, in their order. Biases that leave no logit above negative infinity are void:
+///    something must be drawn.
+/// 2. Greedy rows take the largest logit, the lowest id on ties. So do rows without a finite largest
 ///    scaled logit, since nothing can be weighed there.
-/// 2. Scaled = logit / temperature; candidates by scaled descending, ties by id.
+/// 3. Scaled = logit / temperature; candidates by scaled descending, ties by id.
 ///    Weights = exp(scaled - largest), in F32; their sums are F64.
-/// 3. Top-k keeps the first k; top-p the shortest prefix that holds its share of what top-k kept, at
+/// 4. Top-k keeps the first k; top-p the shortest prefix that holds its share of what top-k kept, at
 ///    least one; min-p then those of at least its share of the largest weight.
-/// 4. The first candidate whose running sum of weights exceeds `uniform(seed, position)` times the sum of
+/// 5. The first candidate whose running sum of weights exceeds `uniform(seed, position)` times the sum of
 ///    the kept; the last kept if none does.
 ///
 /// A NaN logit counts as negative infinity.
-pub fn draw(logits: &[f32], row: &SampleRow) -> u32 {
+pub fn draw(logits: &[f32], biases: &[(u32, f32)], row: &SampleRow) -> u32 {
+    let logits = &biased(logits, biases)[..];
     let scaled: Vec<f32> = logits.iter().map(|l| or_lowest(l / row.temperature)).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row.is_greedy() || !largest.is_finite() {
@@ -97,6 +102,15 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
     let likeliest = descending(&values).into_iter().take(n);
     result.top = likeliest.map(|id| (id, result.of(values[id as usize]))).collect();
     result
+}
+
+fn biased(logits: &[f32], biases: &[(u32, f32)]) -> Vec<f32> {
+    let mut biased = logits.to_vec();
+    for &(id, bias) in biases {
+        biased[id as usize] += bias;
+    }
+    let is_void = biased.iter().all(|&logit| or_lowest(logit) == f32::NEG_INFINITY);
+    if is_void { logits.to_vec() } else { biased }
 }
 
 /// The ids that top-k, top-p and min-p leave over, likeliest first; at least one.
@@ -276,6 +290,7 @@ impl Backend for Reference {
         self.map_rows(batch);
         self.wanted = batch.wanted_rows().collect();
         self.samples.clone_from(&batch.samples);
+        self.biases.clone_from(&batch.biases);
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
@@ -418,7 +433,7 @@ impl Backend for Reference {
         for (i, logits) in wanted.zip(logits.f32().chunks_exact(vocab)) {
             let (row, sample) = (self.rows[self.wanted[i]], self.samples[i]);
             let token = match sample.mode {
-                SampleMode::Draw => draw(logits, &sample),
+                SampleMode::Draw => draw(logits, sample.biases(&self.biases), &sample),
                 SampleMode::Score(token) => token,
             };
             if sample.mode == SampleMode::Draw && row.table != SpanTable::Sink {
@@ -522,6 +537,7 @@ mod tests {
             positions: 32,
             page_positions: 32,
             top_logprobs: 4,
+            biases: 4,
             vocab: 4,
         };
         oracle.prepare(&limits).unwrap();
@@ -612,12 +628,27 @@ mod tests {
     #[test]
     fn greedy_rows_take_the_lowest_of_the_largest() {
         let greedy = SampleRow::GREEDY;
-        assert_eq!(draw(&[1.0, 3.0, 3.0, 2.0], &greedy), 1);
-        assert_eq!(draw(&[f32::NAN, -3.0, f32::NAN, -2.0], &greedy), 3);
-        assert_eq!(draw(&[f32::NAN; 3], &greedy), 0);
-        assert_eq!(draw(&[-0.0, 0.0], &greedy), 0);
+        assert_eq!(draw(&[1.0, 3.0, 3.0, 2.0], &[], &greedy), 1);
+        assert_eq!(draw(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], &greedy), 3);
+        assert_eq!(draw(&[f32::NAN; 3], &[], &greedy), 0);
+        assert_eq!(draw(&[-0.0, 0.0], &[], &greedy), 0);
         let unweighable = SampleRow { temperature: 1.0, ..greedy };
-        assert_eq!(draw(&[1.0, f32::INFINITY, f32::INFINITY], &unweighable), 1);
+        assert_eq!(draw(&[1.0, f32::INFINITY, f32::INFINITY], &[], &unweighable), 1);
+    }
+
+    #[test]
+    fn biases_come_before_everything_else() {
+        const FORBID: f32 = f32::NEG_INFINITY;
+        let drawn = SampleRow { temperature: 0.5, top_k: 2, seed: 3, ..SampleRow::GREEDY };
+        for row in [SampleRow::GREEDY, drawn, SampleRow { top_p: 0.1, top_k: 0, ..drawn }] {
+            let logits = [1.0, 3.0, 2.0, f32::NAN];
+            assert_eq!(draw(&logits, &[(0, 90.0)], &row), 0, "{row:?}: lifted over all others");
+            assert_eq!(draw(&logits, &[(1, FORBID), (2, -90.0)], &row), 0, "{row:?}: what is left");
+            assert_eq!(draw(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], &row), 0, "{row:?}");
+            let all = [(0, FORBID), (1, FORBID), (2, FORBID)];
+            assert_eq!(draw(&logits, &all, &row), draw(&logits, &[], &row), "{row:?}: void");
+        }
+        assert_eq!(draw(&[f32::INFINITY, 0.0], &[(0, FORBID)], &SampleRow::GREEDY), 1);
     }
 
     /// Weights 8, 4, 2, 1 of ids 2, 0, 3, 1 at temperature 1.
@@ -628,7 +659,7 @@ mod tests {
     fn shares(row: SampleRow) -> [f64; 4] {
         let mut shares = [0.0; 4];
         for position in 0..4096 {
-            shares[draw(&LOGITS, &SampleRow { position, ..row }) as usize] += 1.0 / 4096.0;
+            shares[draw(&LOGITS, &[], &SampleRow { position, ..row }) as usize] += 1.0 / 4096.0;
         }
         shares
     }

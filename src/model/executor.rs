@@ -2,18 +2,20 @@
 //!
 //! Invariant: everything is allocated in `new`; `run` allocates nothing.
 
-use super::forward::{self, Activations};
+use super::forward::{self, Activations, activation_bytes};
 use super::load::{self, Model, TensorRecord};
+use super::rope;
 use super::shard::Shard;
 use super::source::ModelSource;
 use anyhow::{Context, Result};
 use mainstem_kernels::{
     Backend, DeviceError, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
 };
+use std::time::Instant;
 
 /// What a device's actor drives. The type of the backend ends here.
 pub trait Executor: Send {
-    /// One forward pass; results go to `out`, which is cleared first.
+    /// One forward pass; results, and what it took, go to `out`, which is cleared first.
     fn run(&mut self, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError>;
 
     /// What was allocated for what.
@@ -21,7 +23,7 @@ pub trait Executor: Send {
 }
 
 /// What was allocated for what, in bytes, for the report at start.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExecutorReport {
     /// Name, instruction set and threads of the device.
     pub device: String,
@@ -83,6 +85,37 @@ impl<B: Backend> ModelExecutor<B> {
     }
 }
 
+/// What a [`ModelExecutor`] of these sizes would report, the tensors in another order. Weights, cache and
+/// activations are only counted; of `backend`, which is used up, the step buffers are made.
+pub fn forecast<B: Backend>(
+    mut backend: B,
+    source: &ModelSource,
+    kv: KvPlan,
+    limits: StepLimits,
+) -> Result<ExecutorReport> {
+    let tensors = load::records(source);
+    // The step buffers are as wide as what the backend has seen: matrices and a cache of no rows.
+    for tensor in &tensors {
+        if let [_, inp] = tensor.shape[..] {
+            backend.upload_weight(tensor.ty, 0, inp, &[])?;
+        }
+    }
+    backend.alloc_kv(KvLayout { pages: 0, ..kv_layout(source, kv, limits.page_positions) })?;
+    let mut measure = Measure::begin();
+    backend.prepare(&limits).context("allocating the step buffers")?;
+    let step_bytes = measure.since_last();
+    let page = page_bytes(source, kv.ty, limits.page_positions).context("a page is too large")?;
+    let rope = rope::table_bytes(source.spec.rope.dims, limits.positions);
+    Ok(ExecutorReport {
+        device: backend.describe(),
+        weight_bytes: tensors.iter().map(TensorRecord::loaded_bytes).sum::<usize>() + rope,
+        tensors,
+        kv_bytes: kv.pages.saturating_mul(page),
+        activation_bytes: activation_bytes(&source.spec, &limits),
+        step_bytes,
+    })
+}
+
 /// Bytes of one page in all layers; `None` when they overflow.
 pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> Option<usize> {
     let layout = kv_layout(source, KvPlan { ty, pages: 1 }, page_positions);
@@ -103,6 +136,7 @@ fn kv_layout(source: &ModelSource, kv: KvPlan, page_positions: usize) -> KvLayou
 
 impl<B: Backend> Executor for ModelExecutor<B> {
     fn run(&mut self, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError> {
+        let began = Instant::now();
         out.clear();
         out.step = batch.step;
         forward::step_major(
@@ -115,6 +149,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             out,
         );
         assert_eq!(out.rows.len(), batch.samples.len(), "a result for each wanted row");
+        out.times.forward = began.elapsed() - out.times.sample;
         Ok(())
     }
 

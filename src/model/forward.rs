@@ -14,6 +14,7 @@ use super::load::{Block, Linear, Model, Stack};
 use super::shard::Shard;
 use super::spec::ModelSpec;
 use mainstem_kernels::{AttentionShape, Backend, DeviceError, KvLayer, StepBatch, StepLimits, StepOutput};
+use std::time::Instant;
 
 /// The buffers between the operations, made once for the largest step. All F32, (rows, width).
 pub struct Activations<Buf> {
@@ -171,7 +172,9 @@ pub fn head<B: Backend>(
         b.gather(block.clone(), spec.hidden, &act.x, &mut act.wanted);
         b.norm(block.len(), &stack.norm, &act.wanted, &mut act.wanted_h);
         b.matmul(block.len(), stack.head(), None, &act.wanted_h, &mut act.logits);
+        let began = Instant::now();
         b.sample(block, &act.logits, out);
+        out.times.sample += began.elapsed();
     }
 }
 

@@ -7,8 +7,8 @@ use super::rope;
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::spec::{ModelSpec, TensorNames};
-use super::tensors::bias_name;
-use crate::formats::{Checkpoint, TensorView};
+use super::tensors::{self, Needed, bias_name};
+use crate::formats::Checkpoint;
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::{Backend, Norm, QuantType, Rope, Weight};
 
@@ -74,6 +74,16 @@ pub struct TensorRecord {
     pub bytes: usize,
 }
 
+impl TensorRecord {
+    /// Bytes in the device's memory: vectors are widened.
+    pub fn loaded_bytes(&self) -> usize {
+        match self.shape.as_slice() {
+            [width] => width * size_of::<f32>(),
+            _ => self.bytes,
+        }
+    }
+}
+
 impl<Buf> WeightSource<Buf> {
     /// The weights of the layer with that index within the stage.
     pub fn layer(&self, index: usize) -> &Block<Buf> {
@@ -98,11 +108,6 @@ impl<Buf> Model<Buf> {
     pub fn decoder(&self) -> &Stack<Buf> {
         self.decoder.as_ref().expect("a decoder-only model has a decoder; this is a bug")
     }
-
-    /// Bytes of all weights as stored.
-    pub fn weight_bytes(&self) -> usize {
-        self.tensors.iter().map(|tensor| tensor.bytes).sum()
-    }
 }
 
 /// Loads the shard's part of `source` into `backend`'s memory. `positions` is how far the tables of rotary
@@ -119,6 +124,19 @@ pub fn load<B: Backend>(
         loader.stack(shard, positions).with_context(|| format!("loading {}", source.path.display()))?;
     let tensors = loader.tensors;
     Ok(Model { spec: source.spec.clone(), encoder: None, decoder: Some(decoder), tensors })
+}
+
+const CHECKED: &str = "it was there at opening, and computable; anything else is a bug";
+
+/// What [`load`] would record, in another order; none of the tensors' bytes is touched.
+pub fn records(source: &ModelSource) -> Vec<TensorRecord> {
+    let record = |needed: Needed| {
+        let name = needed.name();
+        let tensor = source.checkpoint.tensor(&name).expect(CHECKED);
+        let ty = tensor.quant_type().expect(CHECKED);
+        TensorRecord { ty, shape: needed.shape, bytes: tensor.bytes.len(), name }
+    };
+    tensors::needed(&source.spec).map(record).collect()
 }
 
 struct Loader<'a, B: Backend> {
@@ -173,17 +191,17 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// A matrix, kept in the type it is stored in.
     fn matrix(&mut self, name: &str, out: usize, inp: usize) -> Result<Weight<B::Buf>> {
-        let tensor = self.take(name, &[out, inp])?;
+        let (ty, bytes) = self.take(name, &[out, inp])?;
         self.backend
-            .upload_weight(tensor.ty, out, inp, tensor.bytes)
-            .with_context(|| format!("tensor '{name}' of {} bytes", tensor.bytes.len()))
+            .upload_weight(ty, out, inp, bytes)
+            .with_context(|| format!("tensor '{name}' of {} bytes", bytes.len()))
     }
 
     /// A vector, widened to F32.
     fn vector(&mut self, name: &str, width: usize) -> Result<B::Buf> {
-        let tensor = self.take(name, &[width])?;
+        let (ty, bytes) = self.take(name, &[width])?;
         let mut values = vec![0f32; width];
-        (tensor.ty.row().dequantize)(tensor.bytes, &mut values);
+        (ty.row().dequantize)(bytes, &mut values);
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.upload(&bytes).with_context(|| format!("tensor '{name}'"))
     }
@@ -202,8 +220,8 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(buf)
     }
 
-    /// The tensor of that name, if it has that shape; records that it was used.
-    fn take(&mut self, name: &str, shape: &[usize]) -> Result<TensorView<'a>> {
+    /// The numbers of the tensor of that name, if it has that shape; records that it was used.
+    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(QuantType, &'a [u8])> {
         let checkpoint = self.checkpoint;
         let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
         if tensor.shape != shape {
@@ -213,12 +231,9 @@ impl<'a, B: Backend> Loader<'a, B> {
                 tensor.shape
             );
         }
-        self.tensors.push(TensorRecord {
-            name: name.to_owned(),
-            ty: tensor.ty,
-            shape: shape.to_vec(),
-            bytes: tensor.bytes.len(),
-        });
-        Ok(tensor)
+        let (ty, bytes) = (tensor.quant_type()?, tensor.bytes);
+        let record = TensorRecord { name: name.to_owned(), ty, shape: shape.to_vec(), bytes: bytes.len() };
+        self.tensors.push(record);
+        Ok((ty, bytes))
     }
 }

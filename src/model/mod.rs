@@ -3,11 +3,15 @@
 //! Invariant: knows kernels (by their trait) and file formats, and no request. No model's name decides
 //! anything here: a model is the blocks its specification names.
 
+pub mod provenance;
+
 pub mod spec;
 
 pub mod tensors;
 
 pub mod source;
+
+pub mod synthetic;
 
 pub mod shard;
 
@@ -19,8 +23,11 @@ pub mod forward;
 
 pub mod executor;
 
+pub mod fake;
+
 pub use executor::{Executor, ModelExecutor};
+pub use fake::FakeExecutor;
 pub use load::{Block, Head, Linear, Model, Stack, TensorRecord, WeightSource};
 pub use shard::Shard;
-pub use source::ModelSource;
+pub use source::{ModelRef, ModelSource};
 pub use spec::ModelSpec;

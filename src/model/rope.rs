@@ -19,7 +19,7 @@ pub fn frequencies(config: &RopeConfig, dims: usize) -> Vec<f32> {
 /// Cosine and sine for each position and pair: F32, `(positions, dims / 2, 2)`, little-endian.
 pub fn table(config: &RopeConfig, dims: usize, positions: usize) -> Vec<u8> {
     let frequencies = frequencies(config, dims);
-    let mut bytes = Vec::with_capacity(positions * dims * 4);
+    let mut bytes = Vec::with_capacity(table_bytes(dims, positions));
     for position in 0..positions {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);
@@ -28,6 +28,11 @@ pub fn table(config: &RopeConfig, dims: usize, positions: usize) -> Vec<u8> {
         }
     }
     bytes
+}
+
+/// Bytes of [`table`].
+pub fn table_bytes(dims: usize, positions: usize) -> usize {
+    positions * (dims / 2) * 2 * size_of::<f32>()
 }
 
 fn scaled(scaling: &RopeScaling, frequency: f64) -> f64 {

@@ -1,102 +1,196 @@
-//! A model as the user names it: a hub's model folder, or a llama2.c file.
+//! A model as the user names it: a hub's model folder, a llama2.c file, one that is part of the program, or
+//! one of random numbers.
 //!
 //! Invariant: after `open` everything that was said about the model is read and consistent, tensors' names
-//! and shapes included; none of their numbers has been touched yet.
+//! and shapes included; none of a file's numbers has been touched yet.
 
 use super::spec::{ModelSpec, SpecFile};
+use super::synthetic::Shape;
 use super::tensors;
-use crate::formats::{Checkpoint, GenerationConfig, HubConfig, Llama2cHeader};
+use crate::demo;
+use crate::formats::{
+    ChatFiles, Checkpoint, Folder, GenerationConfig, HubConfig, Llama2cHeader, SamplingDefaults,
+};
 use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+
+/// What the demo is called.
+const DEMO: &str = "demo";
+
+/// What a name of a synthetic model begins with.
+pub(super) const SYNTHETIC: &str = "synthetic:";
+
+/// Which model is meant.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelRef {
+    /// The one that is part of the program.
+    Demo,
+    /// Its draft, part of the program too.
+    DemoDraft,
+    /// A folder or a file.
+    Path(PathBuf),
+    /// Random weights.
+    Synthetic(Shape),
+}
+
+impl ModelRef {
+    /// The model that a user names: nothing or `demo` is the demo, `synthetic:SHAPE` is random weights (see
+    /// [`Shape::named`]), and anything else is a path.
+    pub fn parse(name: &str) -> Result<ModelRef> {
+        match name.strip_prefix(SYNTHETIC) {
+            Some(shape) => Shape::named(shape).map(ModelRef::Synthetic),
+            None if name.is_empty() || name == DEMO => Ok(ModelRef::Demo),
+            None => Ok(ModelRef::Path(name.into())),
+        }
+    }
+}
 
 /// An opened model.
 pub struct ModelSource {
-    /// The folder or file.
+    /// The folder or file, to name in errors. Of a model that has none, what stands for it.
     pub path: PathBuf,
     pub kind: SourceKind,
     pub spec: ModelSpec,
     pub checkpoint: Checkpoint,
     /// Tokens that end a sequence.
     pub eos: Vec<u32>,
+    /// How tokens are drawn for requests that do not say.
+    pub defaults: SamplingDefaults,
+    /// What generation_config.json wants beside, and is not served.
+    pub unserved: Map<String, Value>,
+    pub chat: ChatFiles,
 }
 
-/// How the model lies on disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How the model lies on disk, or in the program.
+#[derive(Clone, Debug)]
 pub enum SourceKind {
-    /// A folder with config.json and safetensors.
-    HubFolder,
+    /// A folder with config.json, tokenizer.json and safetensors.
+    HubFolder(Folder),
     /// A llama2.c checkpoint, its tokenizer beside it.
     Llama2c,
+    /// Random weights, without a tokenizer.
+    Synthetic,
 }
+
+/// A folder's own specification.
+const OWN_SPEC: &str = "spec.toml";
 
 /// llama2.c ends a text with the BOS token of the next one; EOS is there for good measure.
 const LLAMA2C_EOS: [u32; 2] = [1, 2];
 
 impl ModelSource {
-    /// Opens `path`; `spec_file` takes the place of the shipped specification (a folder's own `spec.toml`
+    /// Opens a model; `spec_file` takes the place of the shipped specification (a folder's own `spec.toml`
     /// does too).
-    pub fn open(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
-        let found = path.metadata().with_context(|| format!("cannot open the model {}", path.display()))?;
-        let source =
-            if found.is_dir() { open_folder(path, spec_file) } else { open_llama2c(path, spec_file) }?;
-        tensors::check(path, &source.spec, &source.checkpoint)?;
+    pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<ModelSource> {
+        let source = match model {
+            ModelRef::Demo => open_folder(Folder::Embedded(&demo::DEMO), spec_file),
+            ModelRef::DemoDraft => open_folder(Folder::Embedded(&demo::DRAFT), spec_file),
+            ModelRef::Path(path) => open_path(path, spec_file),
+            ModelRef::Synthetic(shape) => open_synthetic(shape, spec_file),
+        }?;
+        tensors::check(&source.path, &source.spec, &source.checkpoint)?;
         for id in &source.eos {
             ensure!(
                 (*id as usize) < source.spec.vocab,
                 "{}: eos_token_id {id} is not in the vocabulary of {}",
-                path.display(),
+                source.path.display(),
                 source.spec.vocab
             );
         }
         Ok(source)
     }
 
-    /// The last part of the path, without a file's extension: what the model is called unless the user says.
+    /// What the model is called unless the user says: the last part of the path, without a file's extension.
     pub fn name(&self) -> String {
-        let whole = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
-        let part = match self.kind {
-            SourceKind::HubFolder => whole.file_name(),
-            SourceKind::Llama2c => whole.file_stem(),
+        let part = match &self.kind {
+            SourceKind::HubFolder(Folder::Embedded(folder)) => return folder.name.to_owned(),
+            SourceKind::Synthetic => return self.path.display().to_string(),
+            SourceKind::HubFolder(Folder::Disk(path)) => whole(path).file_name().map(ToOwned::to_owned),
+            SourceKind::Llama2c => whole(&self.path).file_stem().map(ToOwned::to_owned),
         };
         part.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
     }
 }
 
-fn open_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
-    let config = HubConfig::from_folder(path)?;
-    let own = path.join("spec.toml");
-    let spec = match spec_file.or(own.exists().then_some(own.as_path())) {
-        Some(file) => read_spec(file)?,
-        None => {
-            let model_type = config
-                .opt_str("model_type")?
-                .with_context(|| format!("{}: the key 'model_type' is missing", config.file().display()))?;
-            SpecFile::for_model_type(model_type).with_context(|| config.file().display().to_string())?
-        }
-    };
-    let generation = GenerationConfig::from_folder(path, &config)?;
+/// The path without links and dots, as far as it can be had.
+fn whole(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
+    let found = path.metadata().with_context(|| format!("cannot open the model {}", path.display()))?;
+    match found.is_dir() {
+        true => open_folder(Folder::disk(path), spec_file),
+        false => open_llama2c(path, spec_file),
+    }
+}
+
+fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> {
+    let config = HubConfig::from_folder(&folder)?;
+    let spec = folder_spec(&folder, &config, spec_file)?;
+    let generation = GenerationConfig::from_folder(&folder, &config)?;
     Ok(ModelSource {
-        path: path.to_owned(),
-        kind: SourceKind::HubFolder,
+        path: folder.path(),
         spec: spec.resolve(&config)?,
-        checkpoint: Checkpoint::open_safetensors(path)?,
+        checkpoint: Checkpoint::open_safetensors(&folder)?,
         eos: generation.eos,
+        defaults: generation.sampling,
+        unserved: generation.unserved,
+        chat: ChatFiles::from_folder(&folder)?,
+        kind: SourceKind::HubFolder(folder),
     })
+}
+
+/// The specification that is given, else the folder's own, else the shipped one for its type.
+fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) -> Result<SpecFile> {
+    if let Some(file) = spec_file {
+        return read_spec(file);
+    }
+    if let Some(own) = folder.read_text(OWN_SPEC)? {
+        return SpecFile::parse(&folder.file(OWN_SPEC).display().to_string(), &own);
+    }
+    let file = || config.file().display().to_string();
+    let model_type = config
+        .opt_str("model_type")?
+        .with_context(|| format!("{}: the key 'model_type' is missing", file()))?;
+    SpecFile::for_model_type(model_type).with_context(file)
 }
 
 fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let (checkpoint, header) = Checkpoint::open_llama2c(path)?;
-    let spec = match spec_file {
-        Some(file) => read_spec(file)?,
-        None => SpecFile::for_model_type("llama2c")?,
-    };
     Ok(ModelSource {
         path: path.to_owned(),
         kind: SourceKind::Llama2c,
-        spec: spec.resolve(&as_config(path, &header))?,
+        spec: given_or_shipped(spec_file, "llama2c")?.resolve(&as_config(path, &header))?,
         checkpoint,
         eos: LLAMA2C_EOS.into_iter().filter(|id| (*id as usize) < header.vocab).collect(),
+        defaults: SamplingDefaults::default(),
+        unserved: Map::new(),
+        chat: ChatFiles::default(),
     })
+}
+
+/// Random numbers end no text: no token is one that ends it.
+fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource> {
+    let spec = shape.resolve(given_or_shipped(spec_file, "llama")?)?;
+    Ok(ModelSource {
+        path: shape.path(),
+        kind: SourceKind::Synthetic,
+        checkpoint: shape.checkpoint(&spec),
+        spec,
+        eos: Vec::new(),
+        defaults: SamplingDefaults::default(),
+        unserved: Map::new(),
+        chat: ChatFiles::default(),
+    })
+}
+
+fn given_or_shipped(spec_file: Option<&Path>, model_type: &str) -> Result<SpecFile> {
+    match spec_file {
+        Some(file) => read_spec(file),
+        None => SpecFile::for_model_type(model_type),
+    }
 }
 
 fn read_spec(file: &Path) -> Result<SpecFile> {
@@ -115,8 +209,135 @@ fn as_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
         ("num_key_value_heads", header.kv_heads),
         ("max_position_embeddings", header.seq_len),
     ];
-    let mut map: serde_json::Map<String, serde_json::Value> =
+    let mut map: Map<String, Value> =
         sizes.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
     map.insert("tie_word_embeddings".to_owned(), header.shared_classifier.into());
     HubConfig::from_entries(path, map)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::ChatSource;
+    use crate::formats::scratch::Scratch;
+    use serde_json::json;
+
+    fn on_disk(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+    }
+
+    /// The embedded models, each with the folder it comes from.
+    fn embedded() -> [(ModelRef, PathBuf); 2] {
+        [(ModelRef::Demo, on_disk("assets/demo")), (ModelRef::DemoDraft, on_disk("assets/demo-draft"))]
+    }
+
+    #[test]
+    fn a_models_name_says_where_it_is() {
+        assert_eq!(ModelRef::parse("").unwrap(), ModelRef::Demo);
+        assert_eq!(ModelRef::parse("a/model").unwrap(), ModelRef::Path("a/model".into()));
+        let shape = Shape::named("3B:bf16").unwrap();
+        assert_eq!(ModelRef::parse("synthetic:3B:bf16").unwrap(), ModelRef::Synthetic(shape));
+        assert!(ModelRef::parse("synthetic:").is_err());
+    }
+
+    #[test]
+    fn embedded_models_are_those_on_disk() {
+        for (model, folder) in embedded() {
+            let mut program = ModelSource::open(&model, None).unwrap();
+            let mut disk = ModelSource::open(&ModelRef::Path(folder), None).unwrap();
+            // All is the same but where it is.
+            for source in [&mut program, &mut disk] {
+                source.spec.provenance.config = PathBuf::new();
+            }
+            assert_eq!(
+                (&program.spec, &program.eos, program.defaults),
+                (&disk.spec, &disk.eos, disk.defaults)
+            );
+            assert!(program.checkpoint.names().eq(disk.checkpoint.names()));
+            for (ours, theirs) in program.checkpoint.tensors().zip(disk.checkpoint.tensors()) {
+                assert_eq!((ours.dtype, ours.shape), (theirs.dtype, theirs.shape), "{}", ours.name);
+                assert!(ours.bytes == theirs.bytes, "{}", ours.name);
+            }
+        }
+    }
+
+    #[test]
+    fn the_demo_and_its_draft_speak_the_same_tokens() {
+        let [demo, draft] = embedded().map(|(model, _)| ModelSource::open(&model, None).unwrap());
+        assert_eq!((demo.name().as_str(), draft.name().as_str()), ("mainstem-demo", "mainstem-demo-draft"));
+        let text = |source: &ModelSource| source.chat.template.clone().map(|template| template.text);
+        let tokens = |source: &ModelSource| {
+            (source.spec.vocab, source.eos.clone(), source.chat.special_tokens.clone())
+        };
+        assert_eq!((tokens(&demo), text(&demo)), (tokens(&draft), text(&draft)));
+        assert!(text(&demo).is_some());
+    }
+
+    #[test]
+    fn the_demos_weights_are_used_where_the_program_has_them() {
+        let source = ModelSource::open(&ModelRef::Demo, None).unwrap();
+        let (_, weights) = demo::DEMO.files.iter().find(|(name, _)| *name == "model.safetensors").unwrap();
+        for tensor in source.checkpoint.tensors() {
+            assert!(weights.as_ptr_range().contains(&tensor.bytes.as_ptr()), "{}", tensor.name);
+        }
+    }
+
+    /// A copy of a fixture, with a file of `content` put into it.
+    fn with_file(name: &str, content: &[u8]) -> (Scratch, Result<ModelSource>) {
+        let folder = Scratch::new();
+        for entry in on_disk("tests/fixtures/gqa").read_dir().unwrap().flatten() {
+            folder.write(&entry.file_name().to_string_lossy(), &std::fs::read(entry.path()).unwrap());
+        }
+        folder.write(name, content);
+        let source = ModelSource::open(&ModelRef::Path(folder.path().to_owned()), None);
+        (folder, source)
+    }
+
+    #[test]
+    fn defaults_and_chat_template_come_from_the_folder() {
+        let settings = br#"{"temperature": 0.25, "top_k": 7, "do_sample": true}"#;
+        let (_folder, source) = with_file("generation_config.json", settings);
+        let expected = SamplingDefaults { temperature: Some(0.25), top_k: Some(7), ..Default::default() };
+        assert_eq!(source.unwrap().defaults, expected);
+
+        let (folder, source) = with_file("chat_template.jinja", b"{{ bos_token }}");
+        let origin = folder.path().join("chat_template.jinja").display().to_string();
+        let chat = source.unwrap().chat;
+        assert_eq!(chat.template, Some(ChatSource { origin, text: "{{ bos_token }}".to_owned() }));
+        assert_eq!(chat.special_tokens["bos_token"], "<s>");
+
+        let (folder, source) = with_file("generation_config.json", br#"{"min_p": 2}"#);
+        let error = format!("{:#}", source.err().unwrap());
+        let file = folder.path().join("generation_config.json");
+        assert!(error.contains(file.to_str().unwrap()) && error.contains("'min_p'"), "{error}");
+    }
+
+    /// The fixture's weights with an edited header.
+    fn weights(edit: impl FnOnce(&mut serde_json::Value, usize)) -> Vec<u8> {
+        let file = std::fs::read(on_disk("tests/fixtures/gqa/model.safetensors")).unwrap();
+        let (length, rest) = file.split_first_chunk::<8>().unwrap();
+        let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+        let mut header = serde_json::from_slice(header).unwrap();
+        edit(&mut header, data.len());
+        let header = header.to_string();
+        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()
+    }
+
+    #[test]
+    fn a_foreign_dtype_counts_only_in_a_tensor_that_is_needed() {
+        let needed = "model.layers.1.mlp.up_proj.weight";
+        let foreign = weights(|header, _| header[needed]["dtype"] = "I32".into());
+        let (folder, source) = with_file("model.safetensors", &foreign);
+        let error = format!("{:#}", source.err().unwrap());
+        let file = folder.path().join("model.safetensors");
+        let expected = format!("{}: tensor '{needed}': its dtype I32 is not supported", file.display());
+        assert!(error.starts_with(&expected), "{error}");
+
+        let ignored = weights(|header, end| {
+            let nothing = json!({"dtype": "I64", "shape": [0], "data_offsets": [end, end]});
+            header["model.rotary_emb.inv_freq"] = nothing;
+        });
+        let (_folder, source) = with_file("model.safetensors", &ignored);
+        assert!(source.is_ok());
+    }
 }

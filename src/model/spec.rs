@@ -5,10 +5,12 @@
 //!
 //! Invariant: a `ModelSpec` holds no memory sizes, no devices and no model names.
 
-use crate::formats::{HubConfig, RopeConfig};
+use super::provenance::{Origin, Provenance, Sourced};
+use crate::formats::{HubConfig, RopeConfig, RopeScaling};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::{Activation, RopeStyle};
 use serde::Deserialize;
+use serde_json::{Value, json};
 use std::path::Path;
 
 /// A model's architecture with every number in place.
@@ -30,6 +32,8 @@ pub struct ModelSpec {
     /// The head shares the embedding's matrix.
     pub tied_head: bool,
     pub tensors: TensorNames,
+    /// Who said all this.
+    pub provenance: Provenance,
 }
 
 /// Self-attention.
@@ -84,6 +88,9 @@ pub struct TensorNames {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SpecFile {
+    /// Its name.
+    #[serde(skip)]
+    file: String,
     /// Values of config.json's `model_type` this file is for.
     pub model_types: Vec<String>,
     size: SizeTable,
@@ -168,7 +175,9 @@ pub const SHIPPED: [(&str, &str); 2] = [
 impl SpecFile {
     /// Reads a specification; errors name `file`, and line and key where the text is at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
-        toml::from_str(text).with_context(|| format!("{file} is not a model specification"))
+        let spec: SpecFile =
+            toml::from_str(text).with_context(|| format!("{file} is not a model specification"))?;
+        Ok(SpecFile { file: file.to_owned(), ..spec })
     }
 
     /// The shipped specification for a config.json's `model_type`.
@@ -189,38 +198,53 @@ impl SpecFile {
 
     /// The specification with the numbers of `config` in it.
     pub fn resolve(self, config: &HubConfig) -> Result<ModelSpec> {
+        let impossible = || format!("{} describes an impossible model", config.file().display());
         let NormTable::Rms { eps } = self.norm;
         let PositionTable::Rope { style } = self.position;
-        let MlpTable::Gated { width, activation, bias } = self.mlp;
-        let hidden = self.size.hidden.get(config)?;
-        let heads = positive("number of heads", self.attention.heads.get(config)?)
-            .with_context(|| format!("{} describes an impossible model", config.file().display()))?;
-        let kv_heads = optional(self.attention.kv_heads, config)?.unwrap_or(heads);
-        let head_dim = optional(self.attention.head_dim, config)?.unwrap_or(hidden / heads);
+        let MlpTable::Gated { width, activation, bias: mlp_bias } = self.mlp;
+        let mut look = Lookups { config, values: Vec::new() };
+        let vocab = look.up("size.vocab", self.size.vocab)?;
+        let hidden = look.up("size.hidden", self.size.hidden)?;
+        let layers = look.up("size.layers", self.size.layers)?;
+        let context = look.up("size.context", self.size.context)?;
+        look.said("norm.kind", "rms");
+        let norm_eps = look.up("norm.eps", eps)? as f32;
+        let heads = look.up("attention.heads", self.attention.heads)?;
+        positive("number of heads", heads).with_context(impossible)?;
+        let kv_heads = look.up_or("attention.kv_heads", self.attention.kv_heads, "attention.heads", heads)?;
+        let by_width = hidden / heads;
+        let head_dim = self.attention.head_dim;
+        let head_dim =
+            look.up_or("attention.head_dim", head_dim, "size.hidden / attention.heads", by_width)?;
+        let bias = look.up("attention.bias", self.attention.bias)?;
+        look.said("position.kind", "rope");
+        let style = look.style(style);
+        let rope = look.rope()?;
+        look.record("position.dims", head_dim, Origin::Derived("attention.head_dim"));
+        look.said("mlp.kind", "gated");
+        let width = look.up("mlp.width", width)?;
+        let activation = activation_named(&look.up("mlp.activation", activation)?, config.file())?;
+        let mlp_bias = look.up("mlp.bias", mlp_bias)?;
+        let tied_head = look.up("head.tied", self.head.tied)?;
         let spec = ModelSpec {
-            vocab: self.size.vocab.get(config)?,
+            vocab,
             hidden,
-            layers: self.size.layers.get(config)?,
-            context: self.size.context.get(config)?,
-            norm_eps: eps.get(config)? as f32,
-            attention: AttentionSpec { heads, kv_heads, head_dim, bias: self.attention.bias.get(config)? },
-            rope: RopeSpec {
-                style: match style {
-                    RopeStyleName::Halves => RopeStyle::Halves,
-                    RopeStyleName::Interleaved => RopeStyle::Interleaved,
-                },
-                dims: head_dim,
-                config: RopeConfig::from_config(config)?,
-            },
-            mlp: MlpSpec {
-                width: width.get(config)?,
-                activation: activation_named(&activation.get(config)?, config.file())?,
-                bias: bias.get(config)?,
-            },
-            tied_head: self.head.tied.get(config)?,
+            layers,
+            context,
+            norm_eps,
+            attention: AttentionSpec { heads, kv_heads, head_dim, bias },
+            rope: RopeSpec { style, dims: head_dim, config: rope },
+            mlp: MlpSpec { width, activation, bias: mlp_bias },
+            tied_head,
             tensors: self.tensors,
+            provenance: Provenance {
+                specification: self.file,
+                model_types: self.model_types,
+                config: config.file().to_owned(),
+                values: look.values,
+            },
         };
-        spec.check().with_context(|| format!("{} describes an impossible model", config.file().display()))?;
+        spec.check().with_context(impossible)?;
         Ok(spec)
     }
 }
@@ -294,27 +318,98 @@ fn activation_named(name: &str, file: &Path) -> Result<Activation> {
     }
 }
 
-fn optional<T: Lookup>(setting: Option<Setting<T>>, config: &HubConfig) -> Result<Option<T>> {
-    match setting {
-        None => Ok(None),
-        Some(Setting::Fixed(value)) => Ok(Some(value)),
-        Some(Setting::Keyed(Keyed { key, default })) => Ok(T::lookup(config, &key)?.or(default)),
+fn scaling(scaling: &RopeScaling) -> Value {
+    match *scaling {
+        RopeScaling::None => json!({"kind": "none"}),
+        RopeScaling::Linear { factor } => json!({"kind": "linear", "factor": factor}),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => json!({
+            "kind": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_context": original_context,
+        }),
     }
 }
 
-impl<T: Lookup> Setting<T> {
-    fn get(self, config: &HubConfig) -> Result<T> {
-        let key = match &self {
-            Setting::Fixed(_) => String::new(),
-            Setting::Keyed(keyed) => keyed.key.clone(),
+/// Settings as they are looked up, each with who said it.
+struct Lookups<'a> {
+    config: &'a HubConfig,
+    values: Vec<Sourced>,
+}
+
+impl Lookups<'_> {
+    /// The setting's value.
+    fn up<T: Lookup>(&mut self, key: &'static str, setting: Setting<T>) -> Result<T> {
+        let (value, origin) = match setting {
+            Setting::Fixed(value) => (value, Origin::Specification),
+            Setting::Keyed(keyed) => {
+                let missing = format!("{}: the key '{}' is missing", self.config.file().display(), keyed.key);
+                keyed.value(self.config)?.context(missing)?
+            }
         };
-        optional(Some(self), config)?
-            .with_context(|| format!("{}: the key '{key}' is missing", config.file().display()))
+        Ok(self.record(key, value, origin))
+    }
+
+    /// The setting's value; without one, what `rule` gives.
+    fn up_or<T: Lookup>(
+        &mut self,
+        key: &'static str,
+        setting: Option<Setting<T>>,
+        rule: &'static str,
+        derived: T,
+    ) -> Result<T> {
+        let found = match setting {
+            None => None,
+            Some(Setting::Fixed(value)) => Some((value, Origin::Specification)),
+            Some(Setting::Keyed(keyed)) => keyed.value(self.config)?,
+        };
+        let (value, origin) = found.unwrap_or((derived, Origin::Derived(rule)));
+        Ok(self.record(key, value, origin))
+    }
+
+    fn style(&mut self, style: RopeStyleName) -> RopeStyle {
+        let (name, style) = match style {
+            RopeStyleName::Halves => ("halves", RopeStyle::Halves),
+            RopeStyleName::Interleaved => ("interleaved", RopeStyle::Interleaved),
+        };
+        self.said("position.style", name);
+        style
+    }
+
+    /// The rotary settings; the configuration has its own words for them.
+    fn rope(&mut self) -> Result<RopeConfig> {
+        let rope = RopeConfig::from_config(self.config)?;
+        let keys = RopeConfig::keys(self.config)?;
+        let origin = |keys: Vec<String>| if keys.is_empty() { Origin::Format } else { Origin::Config(keys) };
+        self.record("position.theta", rope.theta, origin(keys.theta));
+        self.record("position.scaling", scaling(&rope.scaling), origin(keys.scaling));
+        Ok(rope)
+    }
+
+    /// Records one of the specification's choices.
+    fn said(&mut self, key: &'static str, choice: &str) {
+        self.record(key, choice.to_owned(), Origin::Specification);
+    }
+
+    fn record<T: Clone + Into<Value>>(&mut self, key: &'static str, value: T, origin: Origin) -> T {
+        self.values.push(Sourced { key, value: value.clone().into(), origin });
+        value
+    }
+}
+
+impl<T: Lookup> Keyed<T> {
+    fn value(self, config: &HubConfig) -> Result<Option<(T, Origin)>> {
+        let Keyed { key, default } = self;
+        Ok(match T::lookup(config, &key)? {
+            Some(value) => Some((value, Origin::Config(vec![key]))),
+            None => default.map(|value| (value, Origin::Default(key))),
+        })
     }
 }
 
 /// What a [`Setting`] can be read as.
-trait Lookup: Sized {
+trait Lookup: Clone + Into<Value> {
     fn lookup(config: &HubConfig, key: &str) -> Result<Option<Self>>;
 }
 
@@ -372,6 +467,58 @@ mod tests {
         let spec =
             llama(json!({"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": true})).unwrap();
         assert_eq!((spec.kv_width(), spec.q_width(), spec.tied_head), (20, 40, true));
+    }
+
+    #[test]
+    fn every_value_tells_who_said_it() {
+        let spec = llama(json!({
+            "num_key_value_heads": 2, "mlp_bias": true, "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }))
+        .unwrap();
+        let config = |key: &str| Origin::Config(vec![key.to_owned()]);
+        for (key, value, origin) in [
+            ("size.vocab", json!(320), config("vocab_size")),
+            ("norm.kind", json!("rms"), Origin::Specification),
+            ("norm.eps", json!(1e-5), config("rms_norm_eps")),
+            ("attention.kv_heads", json!(2), config("num_key_value_heads")),
+            ("attention.head_dim", json!(12), Origin::Derived("size.hidden / attention.heads")),
+            ("attention.bias", json!(false), Origin::Default("attention_bias".to_owned())),
+            ("position.style", json!("halves"), Origin::Specification),
+            ("position.theta", json!(5e5), config("rope_theta")),
+            ("position.scaling", json!({"kind": "linear", "factor": 2.0}), config("rope_scaling")),
+            ("mlp.activation", json!("silu"), Origin::Default("hidden_act".to_owned())),
+            ("mlp.bias", json!(true), config("mlp_bias")),
+        ] {
+            assert_eq!(spec.provenance.get(key), Some(&Sourced { key, value, origin }));
+        }
+        assert_eq!(spec.provenance.specification, "specs/llama.toml");
+        assert_eq!(spec.provenance.config, Path::new("config.json"));
+        let silent = llama(json!({})).unwrap().provenance;
+        assert_eq!(silent.get("position.theta").unwrap().origin, Origin::Format);
+        assert_eq!(silent.get("position.scaling").unwrap().origin, Origin::Format);
+        let nested = llama(json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}})).unwrap();
+        assert_eq!(nested.rope.config.theta, 5e5);
+        assert_eq!(
+            nested.provenance.get("position.theta").unwrap().origin,
+            config("rope_parameters.rope_theta")
+        );
+        assert_eq!(silent.get("attention.kv_heads").unwrap().origin, Origin::Derived("attention.heads"));
+    }
+
+    /// Every number and choice of a specification file has its entry, under its own name.
+    #[test]
+    fn no_value_is_left_out() {
+        let file: toml::Table = SHIPPED[0].1.parse().unwrap();
+        let provenance = llama(json!({})).unwrap().provenance;
+        for (section, table) in file.iter().filter(|(name, _)| *name != "tensors") {
+            for name in table.as_table().into_iter().flat_map(toml::Table::keys) {
+                assert!(provenance.get(&format!("{section}.{name}")).is_some(), "{section}.{name}");
+            }
+        }
+        let mut keys: Vec<_> = provenance.values.iter().map(|sourced| sourced.key).collect();
+        keys.sort_unstable();
+        assert!(keys.windows(2).all(|pair| pair[0] != pair[1]), "{keys:?}");
     }
 
     #[test]

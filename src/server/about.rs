@@ -2,20 +2,33 @@
 //!
 //! Invariant: nothing here waits for the engine.
 
+use super::error::ApiError;
+use super::respond::check_model;
 use super::{App, wire};
+use crate::actors::ModelInfo;
 use actix_web::{HttpResponse, web};
+use metrics_exporter_prometheus::PrometheusHandle;
 
 /// `GET /v1/models`.
 pub async fn models(app: web::Data<App>) -> HttpResponse {
+    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card(&app.parts.model)] })
+}
+
+/// `GET /v1/models/{id}`.
+pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
     let model = &app.parts.model;
-    let card = wire::Model {
+    check_model(&Some(id.into_inner()), &model.name)?;
+    Ok(HttpResponse::Ok().json(card(model)))
+}
+
+fn card(model: &ModelInfo) -> wire::Model<'_> {
+    wire::Model {
         id: &model.name,
         object: "model",
         created: model.created,
         owned_by: "mainstem",
         max_model_len: model.longest,
-    };
-    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card] })
+    }
 }
 
 /// `GET /health`: 503 on the way out, when requests are in flight but the decode loop stands still, and when
@@ -33,9 +46,9 @@ pub async fn health(app: web::Data<App>) -> HttpResponse {
 }
 
 /// `GET /metrics`.
-pub async fn metrics(app: web::Data<App>) -> HttpResponse {
+pub async fn metrics(metrics: web::Data<PrometheusHandle>) -> HttpResponse {
     let text = "text/plain; version=0.0.4; charset=utf-8";
-    HttpResponse::Ok().content_type(text).body(app.metrics.render())
+    HttpResponse::Ok().content_type(text).body(metrics.render())
 }
 
 /// `GET /version`.

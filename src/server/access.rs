@@ -14,7 +14,7 @@ use actix_web::{Error, HttpMessage, web};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Instant;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 /// The header that carries a request's id both ways.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -51,17 +51,17 @@ pub async fn access(
 }
 
 impl RequestId {
-    /// The client's id without what does not belong into logs and headers; without one, a fresh id.
+    /// The client's id, of which only what can be seen belongs into logs and headers; without one, a fresh id.
     fn of(request: &ServiceRequest) -> RequestId {
         let given = request.headers().get(REQUEST_ID).map_or(&[][..], HeaderValue::as_bytes);
-        let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(byte);
-        let kept = given.iter().copied().filter(is_plain).take(ID_CHARS_MAX).map(char::from);
+        let kept = given.iter().copied().filter(u8::is_ascii_graphic).take(ID_CHARS_MAX).map(char::from);
         let id: String = kept.collect();
-        RequestId(if id.is_empty() {
-            format!("{:016x}{:016x}", random(), random()).into()
-        } else {
-            id.into()
-        })
+        if id.is_empty() { RequestId::fresh() } else { RequestId(id.into()) }
+    }
+
+    /// One that no other request has.
+    pub fn fresh() -> RequestId {
+        RequestId(format!("{:016x}{:016x}", random(), random()).into())
     }
 }
 
@@ -90,6 +90,9 @@ fn note<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
     let took_ms = began.elapsed().as_secs_f64() * 1e3;
     // Completions have a line of their own at their end; scrapes and probes would fill the log.
     match status {
+        _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
+        503 => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),
+        500.. => warn!(request = request_id, method, path = request.path(), status, took_ms, "failed"),
         400.. => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),
         _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
     }

@@ -1,8 +1,10 @@
 //! Refusals and failures as the OpenAI error object, with the status that belongs to each.
 //!
-//! Invariant: the one place where a [`RequestError`] becomes a status.
+//! Invariant: the one place where a [`RequestError`] becomes a status, and the one where refusals are counted:
+//! each once, when it becomes a response.
 
 use crate::request::RequestError;
+use crate::telemetry;
 use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
@@ -36,7 +38,9 @@ impl ApiError {
     fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> ApiError {
         let kind = match status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::FORBIDDEN => "permission_error",
             StatusCode::SERVICE_UNAVAILABLE => "service_unavailable_error",
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
@@ -49,9 +53,22 @@ impl ApiError {
         self
     }
 
+    /// The error with another name for the parameter it is about, if that is `from`.
+    pub fn renamed(mut self, from: &str, to: &str) -> ApiError {
+        if let Some(param) = self.object.param.as_mut().filter(|param| *param == from) {
+            *param = to.to_owned();
+        }
+        self
+    }
+
     /// 400: the value of `param` cannot be taken.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
+    }
+
+    /// 400: messages, for a model that has no way to put them.
+    pub fn no_chat_template(message: &str) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, "no_chat_template", message).about("messages")
     }
 
     /// 400: `param` is of the API but not of this server, or of neither.
@@ -76,6 +93,19 @@ impl ApiError {
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     }
 
+    /// 401: no key, or a wrong one; which of them is not told.
+    pub fn unauthorized() -> ApiError {
+        let message = "this server wants a valid API key: Authorization: Bearer KEY";
+        ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message)
+    }
+
+    /// 403: a browser asks for the page of another site.
+    pub fn foreign_origin() -> ApiError {
+        let message =
+            "pages of other sites may ask this server only if server.cors_origins names their origin";
+        ApiError::new(StatusCode::FORBIDDEN, "foreign_origin", message)
+    }
+
     /// 404: no such path.
     pub fn not_found() -> ApiError {
         ApiError::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path")
@@ -92,6 +122,23 @@ impl ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
     }
 
+    /// Why the request was refused, in the metric's words. What does not reach the API, and what is our own
+    /// fault, is no refusal.
+    fn refusal(&self) -> Option<&'static str> {
+        match (self.status, self.object.code) {
+            (_, "context_length_exceeded") => Some("too_long"),
+            (_, "kv_cache_exceeded") => Some("too_large"),
+            (_, "model_not_found") => Some("unknown_model"),
+            (_, "shutting_down") => Some("draining"),
+            (StatusCode::TOO_MANY_REQUESTS, _) => Some("busy"),
+            (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => Some("unauthorized"),
+            (StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT, _) => {
+                Some("invalid")
+            }
+            _ => None,
+        }
+    }
+
     /// The body, also sent as an event where an answer has begun already.
     pub fn body(&self) -> ErrorBody<'_> {
         ErrorBody { error: &self.object }
@@ -106,6 +153,9 @@ impl From<RequestError> for ApiError {
             RequestError::TooLong { .. } => {
                 ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about("max_tokens")
             }
+            RequestError::PromptTooLong { .. } => {
+                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about("prompt")
+            }
             RequestError::TooLarge { .. } => {
                 ApiError::new(StatusCode::BAD_REQUEST, "kv_cache_exceeded", message).about("max_tokens")
             }
@@ -113,8 +163,12 @@ impl From<RequestError> for ApiError {
                 ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).about("model")
             }
             RequestError::Busy { .. } => ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message),
+            RequestError::CutOff => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),
             RequestError::Draining => {
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", message)
+            }
+            RequestError::TimedOut { .. } => {
+                ApiError::new(StatusCode::GATEWAY_TIMEOUT, "request_timeout", message)
             }
             RequestError::EngineGone => ApiError::internal(message),
             RequestError::DeviceFailed(_) => {
@@ -136,6 +190,59 @@ impl ResponseError for ApiError {
     }
 
     fn error_response(&self) -> HttpResponse {
+        if let Some(reason) = self.refusal() {
+            telemetry::ADMISSION_REJECTIONS.count([reason]);
+        }
         HttpResponse::build(self.status).json(self.body())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use actix_web::test::{TestRequest, call_service, init_service};
+    use actix_web::{App, web};
+
+    /// Through the same door as a handler's error, which makes the response.
+    #[actix_web::test]
+    async fn a_refusal_is_counted_once_by_its_reason_and_a_failure_not_at_all() {
+        let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
+        let too_long = RequestError::TooLong { prompt_tokens: 60, max_tokens: 10, context: 64 };
+        let unknown = RequestError::UnknownModel { model: "big".into(), served: "tiny".into() };
+        let wrong = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
+        let cases: [(ApiError, Option<&str>); 17] = [
+            (ApiError::invalid("n", "no"), Some("invalid")),
+            (ApiError::no_chat_template("no"), Some("invalid")),
+            (ApiError::unsupported("n", "no"), Some("invalid")),
+            (ApiError::malformed("no"), Some("invalid")),
+            (ApiError::body_too_large(1), Some("invalid")),
+            (ApiError::body_too_slow(Duration::ZERO), Some("invalid")),
+            (wrong.into(), Some("invalid")),
+            (too_long.into(), Some("too_long")),
+            (RequestError::TooLarge { needed: 9, pages: 8 }.into(), Some("too_large")),
+            (unknown.into(), Some("unknown_model")),
+            (busy.into(), Some("busy")),
+            (RequestError::Draining.into(), Some("draining")),
+            (ApiError::unauthorized(), Some("unauthorized")),
+            (ApiError::not_found(), None),
+            (ApiError::method_not_allowed("GET"), None),
+            (RequestError::CutOff.into(), None),
+            (RequestError::EngineGone.into(), None),
+        ];
+        for (error, reason) in cases {
+            let recorder = telemetry::recorder(None);
+            let _here = metrics::set_default_local_recorder(&recorder);
+            let answer = error.clone();
+            let refuse = move || std::future::ready(Err::<HttpResponse, ApiError>(answer.clone()));
+            let app = init_service(App::new().default_service(web::to(refuse))).await;
+            let response = call_service(&app, TestRequest::default().to_request()).await;
+            assert_eq!(response.status(), error.status_code());
+            let text = recorder.handle().render();
+            let counted: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+            let expected = reason
+                .map(|reason| format!("mainstem_admission_rejections_total{{reason=\"{reason}\"}} 1"))
+                .unwrap_or_default();
+            assert_eq!(counted.join("\n").trim(), expected, "{error}");
+        }
     }
 }

@@ -1,16 +1,33 @@
-//! HTTP: the OpenAI completions API, what the server says about itself, and how it comes and goes.
+//! HTTP: the OpenAI completions and chat APIs, what the server says about itself, and how it comes and goes.
 //!
 //! A request's future and its response's body hold the reply stream, so a client that hangs up drops it and
 //! nothing else has to be told.
-//! Invariant: every answer that is not a success carries the OpenAI error object, `/health` excepted.
+//! Invariant: every answer that is not a success carries the OpenAI error object, `/health` and refused CORS
+//! preflights excepted.
 
 pub mod lifecycle;
 
 pub mod access;
 
+pub mod auth;
+
+pub mod tls;
+
+mod routes;
+
+mod respond;
+
+pub mod local;
+
 pub mod completions;
 
-pub mod params;
+pub mod chat;
+
+pub mod tokenize;
+
+mod params;
+
+mod fields;
 
 pub mod wire;
 
@@ -21,19 +38,18 @@ pub mod about;
 #[cfg(test)]
 mod tests;
 
-pub use lifecycle::{Ending, Server};
+pub use lifecycle::{Ending, Place, Server};
+pub use local::Local;
+pub use respond::Answer;
 
-use crate::actors::{IntakeHandle, ModelInfo, Status};
+use crate::actors::{Engine, IntakeHandle, ModelInfo, Status};
 use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
-use actix_web::http::header::{ALLOW, HeaderValue};
-use actix_web::{Resource, ResponseError, web};
-use error::ApiError;
-use metrics_exporter_prometheus::PrometheusHandle;
+use access::RequestId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// What the server needs of the engine.
 #[derive(Clone)]
@@ -44,20 +60,32 @@ pub struct ServeParts {
     pub model: ModelInfo,
 }
 
+impl From<&Engine> for ServeParts {
+    fn from(engine: &Engine) -> ServeParts {
+        ServeParts {
+            intake: engine.intake.clone(),
+            status: engine.status.clone(),
+            tokenizer: engine.tokenizer.clone(),
+            model: engine.model.clone(),
+        }
+    }
+}
+
 /// What every handler may look at.
 pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
-    pub metrics: PrometheusHandle,
     /// Long bodies being read, and those that wait for it.
     long_bodies: Turns,
     open: Arc<AtomicUsize>,
+    /// Set when what is in flight is cut off.
+    cut: watch::Sender<bool>,
 }
 
 impl App {
-    fn new(parts: ServeParts, config: ServerConfig, metrics: PrometheusHandle) -> App {
+    fn new(parts: ServeParts, config: ServerConfig) -> App {
         let long_bodies = Turns::new(config.workers);
-        App { parts, config, metrics, long_bodies, open: Arc::default() }
+        App { parts, config, long_bodies, open: Arc::default(), cut: watch::Sender::new(false) }
     }
 
     /// Notes a response that shutdown waits for, until the value is dropped.
@@ -66,9 +94,14 @@ impl App {
         OpenResponse(self.open.clone())
     }
 
+    /// Whether an answer is still on its way to a client.
+    fn has_open_responses(&self) -> bool {
+        self.open.load(Ordering::SeqCst) > 0
+    }
+
     /// Whether nothing is in flight, neither in the engine nor on its way to a client.
     fn is_idle(&self) -> bool {
-        self.open.load(Ordering::SeqCst) == 0 && self.parts.status.pending() == 0
+        !self.has_open_responses() && self.parts.status.pending() == 0
     }
 }
 
@@ -90,7 +123,7 @@ impl Turns {
     async fn wait(&self) -> Result<OwnedSemaphorePermit, RequestError> {
         let waiting = Counted::new(&self.waiting);
         if waiting.before >= Turns::WAITING_MAX {
-            return Err(RequestError::Busy { waiting: waiting.before, limit: Turns::WAITING_MAX });
+            return Err(RequestError::Busy { coming: 1, waiting: waiting.before, limit: Turns::WAITING_MAX });
         }
         self.free.clone().acquire_owned().await.map_err(|_| RequestError::EngineGone)
     }
@@ -121,24 +154,4 @@ impl Drop for OpenResponse {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
-}
-
-/// All paths with their handlers.
-fn routes(config: &mut web::ServiceConfig) {
-    config
-        .service(resource("/v1/completions", "POST").route(web::post().to(completions::completions)))
-        .service(resource("/v1/models", "GET").route(web::get().to(about::models)))
-        .service(resource("/health", "GET").route(web::get().to(about::health)))
-        .service(resource("/metrics", "GET").route(web::get().to(about::metrics)))
-        .service(resource("/version", "GET").route(web::get().to(about::version)))
-        .default_service(web::to(async || ApiError::not_found().error_response()));
-}
-
-/// A path that answers 405 to all methods but the ones it is given.
-fn resource(path: &str, allowed: &'static str) -> Resource {
-    web::resource(path).default_service(web::to(move || async move {
-        let mut response = ApiError::method_not_allowed(allowed).error_response();
-        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
-        response
-    }))
 }

@@ -7,10 +7,18 @@ pub mod tokenizer;
 mod pieces;
 mod scored_bpe;
 
+mod jinja;
+
 pub mod detokenizer;
+
+pub mod stop;
+
+pub mod chat_template;
 
 #[cfg(test)]
 mod samples;
 
+pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
+pub use stop::StopMatcher;
 pub use tokenizer::Tokenizer;

@@ -76,7 +76,7 @@ pub(crate) fn hub(tokenizer: &Value, config: Option<Value>) -> anyhow::Result<To
     if let Some(config) = config {
         folder.write("tokenizer_config.json", config.to_string().as_bytes());
     }
-    Tokenizer::from_folder(folder.path())
+    Tokenizer::from_folder(&folder.folder())
 }
 
 /// A `tokenizer.json` in the manner of GPT-2: ids 0 and 1 are `<s>` and `</s>`, and then come the bytes.

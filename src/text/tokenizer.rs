@@ -9,8 +9,9 @@
 
 use super::pieces::Pieces;
 use super::scored_bpe::{BOS, CONTROLS, EOS, ScoredBpe};
-use anyhow::{Context, Result, anyhow, bail, ensure};
-use serde::Deserialize;
+use crate::formats::chat::TOKENIZER_CONFIG;
+use crate::formats::{Folder, HubConfig};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +19,6 @@ use std::path::Path;
 use tokenizers::Tokenizer as Library;
 
 const TOKENIZER: &str = "tokenizer.json";
-const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Ids must be below this: a vocabulary a hundred times the largest in use.
 const VOCAB_MAX: u32 = 1 << 24;
@@ -40,6 +40,8 @@ pub struct Tokenizer {
 enum Encoder {
     Library(Box<Library>),
     Scored(ScoredBpe),
+    /// A token for each byte.
+    Bytes,
 }
 
 /// How tokens become text.
@@ -53,22 +55,14 @@ pub(super) enum Joining {
 
 impl Tokenizer {
     /// The tokenizer in a hub model's folder: `tokenizer.json`, and `tokenizer_config.json` if it is there.
-    pub fn from_folder(folder: &Path) -> Result<Tokenizer> {
-        let file = folder.join(TOKENIZER);
-        let library = read_library(&file).with_context(|| file.display().to_string())?;
-        let (joining, pieces) = read_pieces(&library).with_context(|| file.display().to_string())?;
+    pub fn from_folder(folder: &Folder) -> Result<Tokenizer> {
+        let name = || folder.file(TOKENIZER).display().to_string();
+        let library = read_library(&folder.read_needed(TOKENIZER)?).with_context(name)?;
+        let (joining, pieces) = read_pieces(&library).with_context(name)?;
         let added = library.get_added_tokens_decoder();
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
-        let config_file = folder.join(TOKENIZER_CONFIG);
-        let config =
-            TokenizerConfig::read(&config_file).with_context(|| config_file.display().to_string())?;
-        let id = |key: &str, token: &Option<TokenName>| match token {
-            Some(token) => {
-                token.id(key, &library).with_context(|| config_file.display().to_string()).map(Some)
-            }
-            None => Ok(None),
-        };
-        let (bos, eos) = (id("bos_token", &config.bos_token)?, id("eos_token", &config.eos_token)?);
+        let settings = Settings::read(folder, &library)?;
+        let (bos, eos) = (settings.bos, settings.eos);
         let mut tokenizer = Tokenizer {
             encoder: Encoder::Library(Box::new(library)),
             joining,
@@ -80,8 +74,8 @@ impl Tokenizer {
             drops_bos: false,
         };
         let library_prepends = bos.is_some() && tokenizer.encode("", true)?.first() == bos.as_ref();
-        tokenizer.prepends_bos = config.add_bos_token == Some(true) && !library_prepends;
-        tokenizer.drops_bos = config.add_bos_token == Some(false) && library_prepends;
+        tokenizer.prepends_bos = settings.add_bos == Some(true) && !library_prepends;
+        tokenizer.drops_bos = settings.add_bos == Some(false) && library_prepends;
         Ok(tokenizer)
     }
 
@@ -103,6 +97,26 @@ impl Tokenizer {
         })
     }
 
+    /// A stand-in for a model of `vocab` tokens, at least 256, that has no tokenizer: the first 256 are the
+    /// bytes, and each of the others, which encoding never gives, reads as a space and its id.
+    pub fn bytes(vocab: usize) -> Result<Tokenizer> {
+        const BYTES: usize = 256;
+        ensure!(vocab >= BYTES, "a vocabulary of {vocab} tokens has none for each byte: {BYTES} are needed");
+        let mut pieces = Pieces::default();
+        (0..=u8::MAX).for_each(|byte| pieces.push(&[byte]));
+        (BYTES..vocab).for_each(|id| pieces.push(format!(" {id}").as_bytes()));
+        Ok(Tokenizer {
+            encoder: Encoder::Bytes,
+            joining: Joining::Bytes { drops_first_space: false },
+            pieces,
+            special: BTreeSet::new(),
+            bos: None,
+            eos: None,
+            prepends_bos: false,
+            drops_bos: false,
+        })
+    }
+
     /// The ids of a text; with the tokens the model expects around it if `add_special`.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let ids = match &self.encoder {
@@ -110,6 +124,7 @@ impl Tokenizer {
                 library.encode_fast(text, add_special).map_err(|e| anyhow!(e))?.get_ids().to_vec()
             }
             Encoder::Scored(bpe) => bpe.encode(text),
+            Encoder::Bytes => text.bytes().map(u32::from).collect(),
         };
         let bos = self.bos.filter(|_| add_special && self.prepends_bos);
         let dropped = usize::from(add_special && self.drops_bos);
@@ -171,7 +186,9 @@ impl Tokenizer {
     pub(super) fn join(&self, ids: &[u32]) -> Result<String> {
         match &self.encoder {
             Encoder::Library(library) => library.decode(ids, false).map_err(|e| anyhow!(e)),
-            Encoder::Scored(_) => unreachable!("scored pieces are joined as bytes; this is a bug"),
+            Encoder::Scored(_) | Encoder::Bytes => {
+                unreachable!("its pieces are joined as bytes; this is a bug")
+            }
         }
     }
 }
@@ -184,10 +201,9 @@ impl std::fmt::Debug for Tokenizer {
 
 /// Reads a `tokenizer.json`. Its truncation and padding are left out: here a long prompt is refused, never
 /// cut.
-fn read_library(file: &Path) -> Result<Library> {
-    let content = std::fs::read(file)?;
+fn read_library(content: &[u8]) -> Result<Library> {
     // The library trusts that a file's parts fit together, and panics over some that do not.
-    let read = catch_unwind(|| Library::from_bytes(&content));
+    let read = catch_unwind(|| Library::from_bytes(content));
     let mut library = read.map_err(|_| anyhow!("its parts do not fit together"))?.map_err(|e| anyhow!(e))?;
     library.with_truncation(None).map_err(|e| anyhow!(e))?;
     library.with_padding(None);
@@ -290,37 +306,26 @@ fn byte_of_name(token: &str) -> Option<u8> {
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
-/// What is read of a `tokenizer_config.json`.
-#[derive(Default, Deserialize)]
-struct TokenizerConfig {
-    add_bos_token: Option<bool>,
-    bos_token: Option<TokenName>,
-    eos_token: Option<TokenName>,
+/// What `tokenizer_config.json` says of the tokens around a text; nothing if there is no such file.
+#[derive(Default)]
+struct Settings {
+    add_bos: Option<bool>,
+    bos: Option<u32>,
+    eos: Option<u32>,
 }
 
-/// A token by name, alone or within its description.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum TokenName {
-    Name(String),
-    Described { content: String },
-}
-
-impl TokenizerConfig {
-    /// The file's settings; none if there is no such file.
-    fn read(file: &Path) -> Result<TokenizerConfig> {
-        match std::fs::read(file) {
-            Ok(content) => Ok(serde_json::from_slice(&content)?),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(TokenizerConfig::default()),
-            Err(e) => bail!(e),
-        }
-    }
-}
-
-impl TokenName {
-    fn id(&self, key: &str, library: &Library) -> Result<u32> {
-        let (TokenName::Name(name) | TokenName::Described { content: name }) = self;
-        library.token_to_id(name).with_context(|| format!("key '{key}': {TOKENIZER} has no token '{name}'"))
+impl Settings {
+    fn read(folder: &Folder, library: &Library) -> Result<Settings> {
+        let Some(settings) = HubConfig::read_if_present(folder, TOKENIZER_CONFIG)? else {
+            return Ok(Settings::default());
+        };
+        let id = |key: &str| {
+            let Some(name) = settings.opt_token(key)? else { return Ok(None) };
+            let missing = || settings.wrong(key, format_args!("{TOKENIZER} has no token '{name}'"));
+            library.token_to_id(name).ok_or_else(missing).map(Some)
+        };
+        let add_bos = settings.opt_bool("add_bos_token")?;
+        Ok(Settings { add_bos, bos: id("bos_token")?, eos: id("eos_token")? })
     }
 }
 
@@ -447,6 +452,19 @@ mod tests {
     }
 
     #[test]
+    fn bytes_stand_in_for_a_tokenizer() {
+        assert!(Tokenizer::bytes(255).is_err());
+        let tokenizer = Tokenizer::bytes(300).unwrap();
+        assert_eq!((tokenizer.vocab_size(), tokenizer.bos_id(), tokenizer.eos_id()), (300, None, None));
+        let text = "a\0 \u{1f600}\u{fffd}";
+        let ids = tokenizer.encode(text, true).unwrap();
+        assert!(ids.iter().copied().eq(text.bytes().map(u32::from)));
+        assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+        assert_eq!(tokenizer.decode(&[97, 299, 256, 300, 98], true).unwrap(), "a 299 256b");
+        assert!((0..300).all(|id| tokenizer.is_spoken(id, true)));
+    }
+
+    #[test]
     fn a_tokenizer_is_shared_between_threads() {
         fn shared<T: Send + Sync>(_: &T) {}
         shared(&llama2c());
@@ -497,7 +515,7 @@ mod tests {
             assert!(error.contains(reason), "{error}\nexpected: {reason}");
         }
         let folder = Scratch::new();
-        let error = format!("{:#}", Tokenizer::from_folder(folder.path()).unwrap_err());
+        let error = format!("{:#}", Tokenizer::from_folder(&folder.folder()).unwrap_err());
         assert!(error.contains(TOKENIZER), "{error}");
         let bin = folder.write("tokenizer.bin", &[1, 2]);
         let error = format!("{:#}", Tokenizer::from_llama2c(&bin, 300).unwrap_err());

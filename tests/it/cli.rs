@@ -1,12 +1,20 @@
-//! The command line: what is wrong is named, and nothing half-started stays behind.
+//! The command line: what is wrong is named, where it was said, and nothing half-started stays behind.
 
-use crate::common::Copied;
+use crate::common::{self, Copied, PATIENCE, again, alone, fixture, signal, skipped};
 use serde_json::json;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Output, Stdio};
+use std::time::Instant;
 
 fn mainstem(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_mainstem")).args(args).output().expect("the program starts")
+    mainstem_in(&[], args)
+}
+
+/// With these variables in the environment.
+fn mainstem_in(variables: &[(&str, &str)], args: &[&str]) -> Output {
+    common::mainstem().args(args).envs(variables.iter().copied()).output().expect("the program starts")
 }
 
 fn said(output: &Output) -> String {
@@ -22,6 +30,70 @@ fn a_wrong_flag_is_a_usage_error_that_names_it() {
     let output = mainstem(&["serve", "model", "--slotz", "4"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(said(&output).contains("--slotz"), "{}", said(&output));
+}
+
+/// Whoever said it is named, on one line; only the command line's own faults are usage errors.
+#[test]
+fn a_wrong_setting_is_told_where_it_was_said() {
+    let folder = Copied::of("mha", "settings");
+    let file = folder.file("mainstem.toml");
+    std::fs::write(&file, "[server]\nport = 1\n\n[kv]\ntyp = \"f32\"\n").expect("it can be written");
+    let file = file.display().to_string();
+    let in_file = format!("{file}:5: there is no key 'kv.typ'; the nearest is 'kv.type'");
+    let no_variable = "environment variable MAINSTEM_SERVER_PROT: there is no such setting; \
+                       the nearest is MAINSTEM_SERVER_PORT";
+    let variable = "environment variable MAINSTEM_SERVER_PORT: server.port = 70000: must be from 0 to 65535";
+    let flag = "command line: server.tls_key = \"key.pem\": needs server.tls_cert beside it";
+    assert_refused(&[], &["--config", &file], 1, &in_file);
+    assert_refused(&[("MAINSTEM_CONFIG", &file)], &[], 1, &in_file);
+    assert_refused(&[("MAINSTEM_SERVER_PROT", "1")], &[], 1, no_variable);
+    assert_refused(&[("MAINSTEM_SERVER_PORT", "70000")], &[], 1, variable);
+    assert_refused(&[("MAINSTEM_SERVER_TLS_KEY", "other.pem")], &["--tls-key", "key.pem"], 2, flag);
+}
+
+/// That `serve` says this, and nothing more, and ends with this code.
+fn assert_refused(variables: &[(&str, &str)], flags: &[&str], code: i32, message: &str) {
+    let output = mainstem_in(variables, &[&["serve", "no/such/model"], flags].concat());
+    assert_eq!(said(&output), format!("error: {message}\n"));
+    assert_eq!(output.status.code(), Some(code), "{message}");
+}
+
+/// A flag goes before the variable that would be refused.
+#[test]
+fn a_flag_goes_before_the_environment() {
+    let output =
+        mainstem_in(&[("MAINSTEM_SERVER_PORT", "70000")], &["serve", "no/such/model", "--port", "0"]);
+    assert!(said(&output).contains("no/such/model"), "{}", said(&output));
+}
+
+#[test]
+fn a_key_is_never_printed() {
+    for (variables, flags) in [
+        (vec![("MAINSTEM_SERVER_API_KEYS", "se cret")], vec![]),
+        (vec![], vec!["--api-key", "se cret"]),
+        (vec![("MAINSTEM_LOG_LEVEL", "trace")], vec!["--api-key", "se-cret"]),
+    ] {
+        let args: Vec<&str> = ["serve", "no/such/model"].into_iter().chain(flags).collect();
+        let output = mainstem_in(&variables, &args);
+        assert!(!output.status.success());
+        assert!(!said(&output).contains("cret"), "{}", said(&output));
+    }
+}
+
+#[test]
+fn help_shows_examples_and_completions_know_the_flags() {
+    let commands = ["serve", "run", "inspect", "bench", "completions"].map(|name| vec![name, "--help"]);
+    for args in commands.iter().chain([&vec!["--help"]]) {
+        let help = String::from_utf8_lossy(&mainstem(args).stdout).into_owned();
+        assert!(help.contains("Examples:\n  mainstem "), "{args:?}: {help}");
+    }
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let output = mainstem(&["completions", shell]);
+        assert!(output.status.success(), "{shell}: {}", said(&output));
+        let script = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(script.contains("chat-template") && script.contains("completions"), "{shell}");
+    }
+    assert_eq!(mainstem(&["completions", "abacus"]).status.code(), Some(2));
 }
 
 #[test]
@@ -77,11 +149,171 @@ fn an_absurd_number_of_layers_is_refused_at_little_cost() {
     let model = Copied::of("mha", "many-layers");
     model.configure("num_hidden_layers", json!(16_000_000));
     let limited = "ulimit -v 4000000; ulimit -t 20; exec \"$0\" serve \"$1\" --port 0 --threads 2";
-    let output = Command::new("sh")
+    let output = alone("sh")
         .args(["-c", limited, env!("CARGO_BIN_EXE_mainstem")])
         .arg(&model.0)
         .output()
         .expect("the shell starts");
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(said(&output).contains("16000000 layers"), "{}", said(&output));
+}
+
+/// Whoever runs the tests may have settings of his own.
+#[test]
+fn nobodys_environment_is_heard() {
+    let variables = [("MAINSTEM_SERVER_PROT", "1"), ("MAINSTEM_CONFIG", "/nowhere"), ("HF_ENDPOINT", "none")];
+    again("cli::a_model_that_is_not_there_is_named", &variables);
+}
+
+/// What would end the start ends it first: nothing was opened, let alone loaded.
+#[test]
+fn files_and_port_are_tried_before_the_model() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    let port = taken.local_addr().expect("it has an address").port().to_string();
+    let long = "k".repeat(300);
+    for (flags, code, named) in [
+        (["--port", &port, "--workers", "1"], 1, "cannot listen on 127.0.0.1:"),
+        (["--tls-cert", "no-cert.pem", "--tls-key", "no-key.pem"], 1, "no-cert.pem"),
+        (["--port", "0", "--api-key-file", "no-keys.txt"], 2, "server.api_key_file = \"no-keys.txt\""),
+        (["--port", "0", "--api-key", &long], 1, "longer than 256 bytes"),
+    ] {
+        for model in [fixture("gqa").display().to_string(), "no/such/model".to_owned()] {
+            let output = mainstem(&[&["serve", &model, "--threads", "1"], &flags[..]].concat());
+            let said = said(&output);
+            assert_eq!(output.status.code(), Some(code), "{said}");
+            assert!(
+                said.starts_with("error: ") && said.contains(named) && said.lines().count() == 1,
+                "{said}"
+            );
+        }
+    }
+}
+
+/// Keys are the server's: who serves nobody needs none.
+#[test]
+fn a_key_file_is_read_by_who_serves_only() {
+    let keys = [("MAINSTEM_SERVER_API_KEY_FILE", "/no/such/keys")];
+    let model = fixture("gqa").display().to_string();
+    for args in [&["inspect", &model][..], &["run", &model, "a", "--raw", "--max-tokens", "2"]] {
+        let output = mainstem_in(&keys, args);
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    let refused = mainstem_in(&keys, &["serve", &model, "--port", "0"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(said(&refused).contains("MAINSTEM_SERVER_API_KEY_FILE"), "{}", said(&refused));
+}
+
+/// What files have for names is shown, not obeyed.
+#[test]
+fn escape_sequences_of_a_models_files_are_spelled_out() {
+    let model = Copied::of("gqa", "\u{1b}[2J\nred");
+    let name = model.0.display().to_string();
+    let inspected = mainstem(&["inspect", &name]);
+    let shown = String::from_utf8_lossy(&inspected.stdout).into_owned();
+    assert!(shown.starts_with("model mainstem-") && shown.contains("\\x1b[2J\\x0ared\n"), "{shown:?}");
+    assert!(!shown.contains('\u{1b}'), "{shown:?}");
+    model.configure("model_type", json!("\u{1b}]0;title\u{7}"));
+    for command in ["inspect", "serve"] {
+        let refused = mainstem(&[command, &name]);
+        assert_eq!(refused.status.code(), Some(1));
+        let said = said(&refused);
+        assert!(said.contains("\\x1b]0;title\\x07") && !said.contains(['\u{1b}', '\u{7}']), "{said:?}");
+    }
+}
+
+/// A hub's cache in which nothing is ever put.
+const HUB_HOME: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/hub");
+
+/// A hub that takes a request and says nothing, and its address.
+fn silent_hub() -> (TcpListener, String) {
+    let hub = TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    let url = format!("http://{}", hub.local_addr().expect("it has an address"));
+    (hub, url)
+}
+
+#[test]
+fn serve_can_be_stopped_while_it_loads() {
+    let (hub, url) = silent_hub();
+    let mut command = common::mainstem();
+    command.args(["serve", "hf:owner/name", "--port", "0"]).env("HF_ENDPOINT", url).env("HF_HOME", HUB_HOME);
+    let child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
+    let _asked = asked(&hub);
+    signal(&child, "TERM");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("stopped while the model was loading"), "{}", said(&output));
+}
+
+/// The first who asks the hub; a failed test when nobody ever does.
+fn asked(hub: &TcpListener) -> TcpStream {
+    hub.set_nonblocking(true).expect("it can be looked at");
+    let began = Instant::now();
+    loop {
+        match hub.accept() {
+            Ok((stream, _)) => return stream,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}"),
+        }
+        assert!(began.elapsed() < PATIENCE, "the hub is not asked");
+        std::thread::yield_now();
+    }
+}
+
+/// The program on a terminal of its own, which `script` makes; nothing where there is no `script`.
+fn on_a_terminal(args: &[&str], variables: &[(&str, &str)]) -> Option<Child> {
+    // Not every shell makes way for its last command, and one that stays answers Ctrl-C with a code of its own.
+    let mut line = format!("exec '{}'", env!("CARGO_BIN_EXE_mainstem"));
+    args.iter().for_each(|arg| line += &format!(" '{arg}'"));
+    let mut script = alone("script");
+    script.args(["-qec", &line, "/dev/null"]).envs(variables.iter().copied());
+    script.env("TERM", "xterm").env("SHELL", "/bin/sh");
+    let child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    child.inspect_err(|_| skipped("no script to make a terminal")).ok()
+}
+
+/// What stands on the terminal when the program is through.
+fn shown(mut child: Child) -> String {
+    let mut shown = String::new();
+    child.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");
+    assert!(child.wait().expect("it ends").success(), "{shown}");
+    shown
+}
+
+/// Presses Ctrl-C.
+fn interrupt(child: &mut Child) {
+    child.stdin.as_mut().expect("it is piped").write_all(b"\x03").expect("there is a terminal");
+}
+
+#[test]
+fn long_work_shows_a_sign_of_life_on_a_terminal() {
+    let model = fixture("gqa").display().to_string();
+    let Some(inspect) = on_a_terminal(&["inspect", &model], &[]) else { return };
+    assert!(shown(inspect).contains("opening the model"));
+    let run = ["run", &model, "a", "--raw", "--max-tokens", "2", "--threads", "1"];
+    let run = on_a_terminal(&run, &[]).map(shown).expect("there is script");
+    assert!(run.contains("loading the weights"), "{run:?}");
+    let serve = ["serve", &model, "--port", "0", "--threads", "1"];
+    let mut serve = on_a_terminal(&serve, &[]).expect("there is script");
+    let mut before = String::new();
+    let mut lines = BufReader::new(serve.stdout.take().expect("it is piped"));
+    while !before.contains("listening on") {
+        assert!(lines.read_line(&mut before).expect("it is text") > 0, "{before}");
+    }
+    assert!(before.contains("loading the weights"), "{before:?}");
+    interrupt(&mut serve);
+    serve.stdout = Some(lines.into_inner());
+    shown(serve);
+}
+
+/// While a hub is asked or downloaded from, the line is the download's.
+#[test]
+fn nothing_turns_before_the_model_is_here() {
+    let (hub, url) = silent_hub();
+    let variables = [("HF_ENDPOINT", url.as_str()), ("HF_HOME", HUB_HOME)];
+    let Some(mut run) = on_a_terminal(&["run", "hf:owner/name", "Hi"], &variables) else { return };
+    let _asked = asked(&hub);
+    interrupt(&mut run);
+    let mut shown = String::new();
+    run.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");
+    assert_eq!(run.wait().expect("it ends").code(), Some(130), "{shown}");
+    assert!(!shown.contains("loading") && !shown.contains("opening"), "{shown:?}");
 }

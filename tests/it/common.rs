@@ -1,22 +1,23 @@
-//! What the tests share: fixtures, engines, and requests.
+//! What the tests share: fixtures, engines, requests, and processes.
 
 use actix::Addr;
 use mainstem::actors::TokenStream;
 use mainstem::actors::device::Factory;
-use mainstem::actors::engine::{self, Engine, EngineSetup};
+use mainstem::actors::engine::{self, Engine};
 use mainstem::actors::intake::{FreePermits, Intake};
 use mainstem::actors::kv::Held;
-use mainstem::cli::start;
+use mainstem::cli::start::{self, Prepared};
 use mainstem::config::{Config, Overrides};
-use mainstem::model::ModelSource;
+use mainstem::model::ModelRef;
 use mainstem::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
-use mainstem::text::Tokenizer;
 use serde::Deserialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::process::{Child, Command};
 use std::time::Duration;
 use toml::Value;
+
+pub use crate::program::{alone, mainstem};
 
 /// Nothing a test waits for takes this long; whoever waits longer has found a hang.
 pub const PATIENCE: Duration = Duration::from_secs(120);
@@ -127,9 +128,8 @@ pub async fn engine_with(
     wrap: impl FnOnce(Factory) -> Factory,
 ) -> Engine {
     let config = config(&fixture(model), settings);
-    let source = Arc::new(ModelSource::open(&config.model.path, None).expect("the fixture opens"));
-    let tokenizer = Arc::new(Tokenizer::from_folder(&source.path).expect("the fixture has a tokenizer"));
-    let setup = EngineSetup::new(&config, &source).expect("the settings fit the fixture");
+    let prepared = Prepared::of(&config, &ModelRef::Path(fixture(model))).expect("the fixture opens");
+    let Prepared { setup, source, tokenizer, .. } = prepared;
     let factory = start::factory(config.device.clone(), source, setup.kv, setup.limits);
     engine::start(setup, tokenizer, wrap(factory)).await.expect("the engine starts")
 }
@@ -141,15 +141,7 @@ pub fn skipped(what: &str) {
 
 /// A greedy request.
 pub fn greedy(prompt: &[u32], max_tokens: u32) -> Request {
-    Request {
-        id: "test".into(),
-        prompt: prompt.into(),
-        max_tokens,
-        ignore_eos: true,
-        sampling: Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 },
-        logprobs: None,
-        prompt_logprobs: false,
-    }
+    Request { ignore_eos: true, ..Request::greedy("test", prompt, max_tokens) }
 }
 
 /// A request that draws by chance, from `seed`.
@@ -168,6 +160,8 @@ pub fn prompt(number: usize, len: usize) -> Vec<u32> {
 pub struct Outcome {
     pub prompt: Vec<Token>,
     pub tokens: Vec<Token>,
+    /// The token that ended it, if one did.
+    pub last: Option<Token>,
     pub end: Option<Result<FinishReason, RequestError>>,
 }
 
@@ -185,6 +179,7 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
         match event {
             TokenEvent::Prompt(tokens) => outcome.prompt = tokens,
             TokenEvent::Token(token) => outcome.tokens.push(token),
+            TokenEvent::Last(token) => outcome.last = Some(token),
             TokenEvent::Finished(reason) => outcome.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => outcome.end = Some(Err(error)),
         }
@@ -192,16 +187,21 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
     outcome
 }
 
+/// Submits a request by itself.
+pub async fn submit(engine: &Engine, request: Request) -> Result<TokenStream, RequestError> {
+    Ok(engine.intake.submit(vec![request]).await?.pop().expect("one request has one stream"))
+}
+
 /// Submits a request and reads it to its end.
 pub async fn complete(engine: &Engine, request: Request) -> Outcome {
-    outcome(engine.intake.submit(request).await.expect("the request is taken in")).await
+    outcome(submit(engine, request).await.expect("the request is taken in")).await
 }
 
 /// Submits all requests at once and reads them all.
 pub async fn complete_all(engine: &Engine, requests: impl IntoIterator<Item = Request>) -> Vec<Outcome> {
     let mut streams = Vec::new();
     for request in requests {
-        streams.push(engine.intake.submit(request).await.expect("the request is taken in"));
+        streams.push(submit(engine, request).await.expect("the request is taken in"));
     }
     futures_util::future::join_all(streams.into_iter().map(outcome)).await
 }
@@ -228,4 +228,19 @@ pub async fn free_permits(intake: &Addr<Intake>) -> usize {
 /// The future's result, or a failed test when it hangs.
 pub async fn within<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(PATIENCE, future).await.expect("something hangs")
+}
+
+/// Runs a test of this binary, named with its module, in a process of its own with these variables.
+pub fn again(test: &str, variables: &[(&str, &str)]) {
+    let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
+    command.args([test, "--exact"]).envs(variables.iter().copied());
+    let output = command.output().expect("this binary starts");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+/// Sends a signal, such as `INT`.
+pub fn signal(child: &Child, name: &str) {
+    let sent = Command::new("kill").args(["-s", name, &child.id().to_string()]).status();
+    assert!(sent.expect("there is kill").success());
 }

@@ -1,7 +1,7 @@
 //! A device that fails, by error or by panic, at any step: who was in flight is told, nothing is kept, and
 //! the next request is served as if nothing had been.
 
-use crate::common::{all_home, complete, complete_all, engine_with, greedy, prompt};
+use crate::common::{all_home, complete, complete_all, engine_with, greedy, outcome, prompt};
 use mainstem::actors::device::Factory;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, RequestError};
@@ -106,6 +106,27 @@ async fn a_fault_under_the_other_policies_is_no_worse() {
     for at_step in [0, 3, 7] {
         fail_and_recover(Fault::Error, at_step, &concurrent).await;
         fail_and_recover(Fault::Panic, at_step, &window).await;
+    }
+}
+
+/// A step for each, and the first of a turn are over when a later one fails: nobody hears two ends.
+#[actix::test]
+async fn who_is_over_when_a_later_step_of_the_turn_fails_is_over() {
+    let concurrent = [("scheduler.policy", "concurrent".into())];
+    for at_step in [1, 2, 3] {
+        let engine = engine_with("gqa", &concurrent, |factory| failing(factory, at_step, Fault::Error)).await;
+        let streams = engine.intake.submit(vec![greedy(&prompt(0, 5), 1); 4]).await.expect("there is room");
+        let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome)).await;
+        for (number, outcome) in outcomes.iter().enumerate() {
+            match (&outcome.end, outcome.tokens.len()) {
+                (Some(Ok(FinishReason::Length)), 1) => {}
+                (Some(Err(RequestError::DeviceFailed(_))), 0) if number as u64 >= at_step => {}
+                other => panic!("request {number}, fault at {at_step}: {other:?}"),
+            }
+        }
+        assert!(outcomes.iter().any(|outcome| matches!(outcome.end, Some(Err(_)))), "fault at {at_step}");
+        all_home(&engine, 4).await;
+        engine.stop();
     }
 }
 

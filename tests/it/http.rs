@@ -1,11 +1,11 @@
 //! The program itself, over real TCP: started, asked, hung up on, told to stop.
 
-use crate::common::{Copied, PATIENCE, Story, fixture, stories};
+use crate::common::{self, Copied, PATIENCE, Story, fixture, mainstem, stories};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
@@ -23,7 +23,7 @@ impl Server {
     }
 
     fn of(model: &Path, flags: &[&str]) -> Server {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_mainstem"))
+        let mut child = mainstem()
             .arg("serve")
             .arg(model)
             .args(["--port", "0", "--threads", "2", "--kv-type", "f32"])
@@ -91,7 +91,7 @@ impl Server {
     fn metric(&self, name: &str) -> f64 {
         let (_, text) = self.ask("/metrics", None);
         let line =
-            text.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
+            text.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{')));
         let line = line.unwrap_or_else(|| panic!("no metric {name}"));
         line.rsplit(' ').next().expect("a value").parse().expect("a number")
     }
@@ -105,8 +105,7 @@ impl Server {
     }
 
     fn signal(&self, name: &str) {
-        let sent = Command::new("kill").args(["-s", name, &self.child.id().to_string()]).status();
-        assert!(sent.expect("kill is there").success());
+        common::signal(&self.child, name);
     }
 
     fn exit(&mut self) -> ExitStatus {
@@ -129,7 +128,7 @@ impl Drop for Server {
 }
 
 /// Status and body of an answer; chunks are put together.
-fn split(answer: &[u8]) -> (u16, String) {
+pub fn split(answer: &[u8]) -> (u16, String) {
     let text = String::from_utf8_lossy(answer);
     let (head, body) = text.split_once("\r\n\r\n").expect("an HTTP answer");
     let status = head.split(' ').nth(1).expect("a status").parse().expect("a number");

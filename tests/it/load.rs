@@ -1,6 +1,6 @@
 //! Many requests on few slots, and clients that leave: right tokens, and everything comes home.
 
-use crate::common::{all_home, complete, drawn, engine, greedy, outcome, prompt, within};
+use crate::common::{all_home, complete, drawn, engine, greedy, outcome, prompt, submit, within};
 use mainstem::actors::{Engine, TokenStream};
 use mainstem::request::{FinishReason, Request, TokenEvent};
 
@@ -20,7 +20,7 @@ fn request(number: usize) -> Request {
 async fn hang_up_after(mut stream: TokenStream, events: usize) {
     for _ in 0..events {
         match within(stream.next()).await {
-            Some(TokenEvent::Token(_)) => {}
+            Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => {}
             _ => return,
         }
     }
@@ -30,7 +30,7 @@ async fn hang_up_after(mut stream: TokenStream, events: usize) {
 async fn serve_them_all(engine: &Engine) {
     let mut readers = Vec::new();
     for number in 0..REQUESTS {
-        let stream = engine.intake.submit(request(number)).await.expect("there is room to wait");
+        let stream = submit(engine, request(number)).await.expect("there is room to wait");
         readers.push(actix::spawn(async move {
             match number % 7 {
                 6 => {

@@ -2,8 +2,8 @@
 //! the oracle and for every instruction set of the fast backend.
 
 use crate::common::{fixture, prompt, skipped};
-use mainstem::model::ModelSource;
 use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -52,7 +52,7 @@ impl Rig {
     }
 
     fn with(backend: &str, model: &str, ty: QuantType, page_positions: usize, threads: usize) -> Option<Rig> {
-        let source = ModelSource::open(&fixture(model), None).unwrap();
+        let source = ModelSource::open(&ModelRef::Path(fixture(model)), None).unwrap();
         let limits = StepLimits {
             slots: SLOTS as usize,
             rows: 160,
@@ -60,6 +60,7 @@ impl Rig {
             positions: POSITIONS,
             page_positions,
             top_logprobs: 0,
+            biases: 0,
             vocab: source.spec.vocab,
         };
         let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };

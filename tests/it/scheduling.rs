@@ -1,6 +1,6 @@
 //! What is in each step, watched from a device that waits at its door for the test's word.
 
-use crate::common::{all_home, engine_with, free_permits, greedy, outcome, prompt, within};
+use crate::common::{all_home, engine_with, free_permits, greedy, outcome, prompt, submit, within};
 use mainstem::actors::kv::Held;
 use mainstem::actors::{Engine, TokenStream};
 use mainstem::model::executor::{Executor, ExecutorReport};
@@ -81,8 +81,8 @@ async fn gated_slots(slots: usize, settings: &[(&'static str, Value)]) -> (Engin
     (engine, Gate { slots, entered, leave })
 }
 
-async fn submit(engine: &Engine, number: usize, len: usize, max_tokens: u32) -> TokenStream {
-    engine.intake.submit(greedy(&prompt(number, len), max_tokens)).await.expect("it is taken in")
+async fn begin(engine: &Engine, number: usize, len: usize, max_tokens: u32) -> TokenStream {
+    submit(engine, greedy(&prompt(number, len), max_tokens)).await.expect("it is taken in")
 }
 
 /// Waits until `pages` pages are held, whatever the device does meanwhile.
@@ -102,12 +102,12 @@ async fn ready(engine: &Engine, pages: usize) {
 #[actix::test]
 async fn who_arrives_during_a_step_is_in_the_next() {
     let (engine, mut gate) = gated(&[]).await;
-    let first = submit(&engine, 0, 5, 20).await;
+    let first = begin(&engine, 0, 5, 20).await;
     assert_eq!(gate.next().await.rows(), 5);
     gate.pass();
     assert_eq!(gate.next().await.rows(), 1);
     // Inferflow's Figure 2: the step is at the gate when the second request comes.
-    let second = submit(&engine, 1, 7, 3).await;
+    let second = begin(&engine, 1, 7, 3).await;
     ready(&engine, 2).await;
     gate.pass();
     let joined = gate.next().await;
@@ -120,11 +120,11 @@ async fn who_arrives_during_a_step_is_in_the_next() {
 #[actix::test]
 async fn a_long_prompt_keeps_to_the_budget_and_stalls_nobody() {
     let (engine, mut gate) = gated(&[("scheduler.token_budget", 16.into())]).await;
-    let short = submit(&engine, 0, 4, 12).await;
+    let short = begin(&engine, 0, 4, 12).await;
     gate.next().await;
     gate.pass();
     gate.next().await;
-    let long = submit(&engine, 1, 100, 2).await;
+    let long = begin(&engine, 1, 100, 2).await;
     ready(&engine, 1 + 4).await;
     gate.pass();
     let mut prompt_rows = 0;
@@ -152,7 +152,7 @@ async fn slots_are_contiguous_or_their_holes_are_computed() {
         let (engine, gate) = gated(&[("scheduler.shuffle", shuffle.into())]).await;
         let mut streams = Vec::new();
         for (number, tokens) in [14, 3, 9, 5, 4, 11, 2, 8].into_iter().enumerate() {
-            streams.push(submit(&engine, number, 3 + number, tokens).await);
+            streams.push(begin(&engine, number, 3 + number, tokens).await);
         }
         let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
         let (steps, _) = tokio::join!(gate.open(&engine), outcomes);
@@ -173,7 +173,7 @@ async fn slots_are_contiguous_or_their_holes_are_computed() {
 #[actix::test]
 async fn a_client_that_leaves_during_its_prompt_costs_one_more_step_at_most() {
     let (engine, mut gate) = gated(&[("scheduler.token_budget", 8.into())]).await;
-    let stream = submit(&engine, 0, 100, 5).await;
+    let stream = begin(&engine, 0, 100, 5).await;
     gate.next().await;
     gate.pass();
     gate.next().await;
@@ -191,15 +191,15 @@ async fn the_waiting_room_is_bounded_and_who_left_does_not_count() {
     let (engine, gate) = gated(&[("scheduler.max_waiting", 2.into())]).await;
     let mut running = Vec::new();
     for number in 0..4 {
-        running.push(submit(&engine, number, 3, 4).await);
+        running.push(begin(&engine, number, 3, 4).await);
     }
     assert_eq!(free_permits(&engine.actors.intake).await, 0);
-    let waiting = submit(&engine, 4, 3, 4).await;
-    let leaving = submit(&engine, 5, 3, 4).await;
-    let refused = engine.intake.submit(greedy(&prompt(6, 3), 4)).await.map(drop);
-    assert_eq!(refused, Err(RequestError::Busy { waiting: 2, limit: 2 }));
+    let waiting = begin(&engine, 4, 3, 4).await;
+    let leaving = begin(&engine, 5, 3, 4).await;
+    let refused = submit(&engine, greedy(&prompt(6, 3), 4)).await.map(drop);
+    assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 2, limit: 2 }));
     drop(leaving);
-    let replacing = submit(&engine, 6, 3, 4).await;
+    let replacing = begin(&engine, 6, 3, 4).await;
     running.extend([waiting, replacing]);
     let outcomes = futures_util::future::join_all(running.into_iter().map(outcome));
     let (_, outcomes) = tokio::join!(gate.open(&engine), outcomes);
@@ -210,10 +210,10 @@ async fn the_waiting_room_is_bounded_and_who_left_does_not_count() {
 #[actix::test]
 async fn draining_refuses_what_comes_and_finishes_what_runs() {
     let (engine, mut gate) = gated(&[]).await;
-    let mut running = submit(&engine, 0, 3, 6).await;
+    let mut running = begin(&engine, 0, 3, 6).await;
     gate.next().await;
     engine.status.draining.store(true, Ordering::Relaxed);
-    let refused = engine.intake.submit(greedy(&prompt(1, 3), 4)).await.map(drop);
+    let refused = submit(&engine, greedy(&prompt(1, 3), 4)).await.map(drop);
     assert_eq!(refused, Err(RequestError::Draining));
     gate.pass();
     assert!(matches!(within(running.next()).await, Some(TokenEvent::Token(_))));
@@ -225,19 +225,19 @@ async fn draining_refuses_what_comes_and_finishes_what_runs() {
 #[actix::test]
 async fn what_can_never_fit_is_refused_with_its_numbers() {
     let (engine, _gate) = gated(&[("kv.size", "64 tokens".into())]).await;
-    let submit = async |prompt: &[u32], max_tokens| {
-        engine.intake.submit(greedy(prompt, max_tokens)).await.map(drop).expect_err("it cannot be served")
+    let refusal = async |prompt: &[u32], max_tokens| {
+        submit(&engine, greedy(prompt, max_tokens)).await.map(drop).expect_err("it cannot be served")
     };
     let context = engine.model.context;
     let too_long = RequestError::TooLong { prompt_tokens: 100, max_tokens: context, context };
-    assert_eq!(submit(&prompt(0, 100), context as u32).await, too_long);
-    assert_eq!(submit(&prompt(0, 40), 25).await, RequestError::TooLarge { needed: 3, pages: 2 });
-    let stranger = submit(&[5, engine.model.vocab as u32], 4).await;
+    assert_eq!(refusal(&prompt(0, 100), context as u32).await, too_long);
+    assert_eq!(refusal(&prompt(0, 40), 25).await, RequestError::TooLarge { needed: 3, pages: 2 });
+    let stranger = refusal(&[5, engine.model.vocab as u32], 4).await;
     assert!(matches!(&stranger, RequestError::Invalid { param: "prompt", .. }), "{stranger:?}");
-    assert!(matches!(submit(&[], 4).await, RequestError::Invalid { param: "prompt", .. }));
+    assert!(matches!(refusal(&[], 4).await, RequestError::Invalid { param: "prompt", .. }));
     let mut bad = greedy(&[5], 4);
     bad.sampling.top_p = 0.0;
-    let refused = engine.intake.submit(bad).await.map(drop);
+    let refused = submit(&engine, bad).await.map(drop);
     assert!(matches!(refused, Err(RequestError::Invalid { param: "top_p", .. })));
     engine.stop();
 }
@@ -252,11 +252,11 @@ fn joining(step: &StepBatch) -> usize {
 async fn together(shuffle: &'static str, max_tokens: &[u32]) -> Vec<StepBatch> {
     let settings = [("scheduler.shuffle", shuffle.into())];
     let (engine, mut gate) = gated_slots(max_tokens.len() + 1, &settings).await;
-    let opening = submit(&engine, 0, 3, 1).await;
+    let opening = begin(&engine, 0, 3, 1).await;
     gate.next().await;
     let mut streams = vec![opening];
     for (number, tokens) in max_tokens.iter().enumerate() {
-        streams.push(submit(&engine, 1 + number, 6, *tokens).await);
+        streams.push(begin(&engine, 1 + number, 6, *tokens).await);
     }
     ready(&engine, streams.len()).await;
     gate.pass();
@@ -297,9 +297,9 @@ async fn a_step_has_no_row_for_who_is_through() {
 #[actix::test]
 async fn a_client_that_leaves_while_decoding_takes_its_row_along() {
     let (engine, mut gate) = gated(&[]).await;
-    let staying = submit(&engine, 0, 5, 12).await;
+    let staying = begin(&engine, 0, 5, 12).await;
     gate.next().await;
-    let leaving = submit(&engine, 1, 5, 12).await;
+    let leaving = begin(&engine, 1, 5, 12).await;
     ready(&engine, 2).await;
     for _ in 0..2 {
         gate.pass();
@@ -324,10 +324,10 @@ async fn a_client_that_leaves_while_decoding_takes_its_row_along() {
 #[actix::test]
 async fn concurrent_requests_step_alone_and_all_in_every_turn() {
     let (engine, mut gate) = gated(&[("scheduler.policy", "concurrent".into())]).await;
-    let mut streams = vec![submit(&engine, 0, 5, 10).await];
+    let mut streams = vec![begin(&engine, 0, 5, 10).await];
     gate.next().await;
     for number in 1..3 {
-        streams.push(submit(&engine, number, 5, 10).await);
+        streams.push(begin(&engine, number, 5, 10).await);
     }
     ready(&engine, 3).await;
     for turn in 0..5 {
@@ -354,7 +354,7 @@ async fn who_arrives_while_a_batch_runs_waits_until_it_is_through() {
     let (engine, mut gate) = gated(&settings).await;
     let mut streams = Vec::new();
     for (number, tokens) in [6, 2, 9, 4, 3, 3, 5, 1].into_iter().enumerate() {
-        streams.push(submit(&engine, number, 6, tokens).await);
+        streams.push(begin(&engine, number, 6, tokens).await);
     }
     let first = gate.next().await;
     assert_eq!((joining(&first), first.rows()), (4, 4 * 6));

@@ -24,6 +24,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         positions: 512,
         page_positions,
         top_logprobs: 8,
+        biases: 64,
         vocab: 57,
     }
 }

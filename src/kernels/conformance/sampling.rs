@@ -26,8 +26,13 @@ const SAMPLED: usize = 64;
 fn sample_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
     let vocab = rig.limits.vocab;
     let logits: Vec<Vec<f32>> = (0..SAMPLED as u32).map(|row| logits_row(step, row, vocab)).collect();
-    let samples: Vec<SampleRow> = (0..SAMPLED as u32).map(|row| sample_row(step, row, vocab)).collect();
+    let mut samples: Vec<SampleRow> = (0..SAMPLED as u32).map(|row| sample_row(step, row, vocab)).collect();
+    let biases: Vec<Vec<(u32, f32)>> = (0..SAMPLED as u32).map(|row| bias_row(step, row, vocab)).collect();
     let mut batch = batch_of(&[Piece::given(0, 0, SAMPLED)], Want::All, &mut Book::scattered(32));
+    for (sample, biases) in samples.iter_mut().zip(&biases) {
+        (sample.bias_at, sample.bias_len) = (batch.biases.len() as u32, biases.len() as u32);
+        batch.biases.extend(biases);
+    }
     batch.samples = samples.clone();
     let mut out = StepOutput::with_capacity(&rig.limits);
     rig.begin(batch);
@@ -38,9 +43,10 @@ fn sample_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
     assert_eq!(out.rows.len(), SAMPLED, "sampled rows, vocabulary {vocab}");
     let mut top_at = 0;
     for (row, ((result, logits), sample)) in out.rows.iter().zip(&logits).zip(&samples).enumerate() {
-        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {sample:?}");
+        let biases = &biases[row];
+        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {sample:?}, {biases:?}");
         let expected = match sample.mode {
-            SampleMode::Draw => draw(logits, sample),
+            SampleMode::Draw => draw(logits, biases, sample),
             SampleMode::Score(token) => token,
         };
         assert_eq!(result.token, expected, "{what}: token");
@@ -114,5 +120,30 @@ fn sample_row(step: u32, row: u32, vocab: usize) -> SampleRow {
         min_p: [0.0, 0.0, 0.02, 0.5, 1.0][pick(c, 16, 5)],
         logprob,
         top_logprobs: if logprob { pick(d, 8, 9) as u8 } else { 0 },
+        ..SampleRow::GREEDY
+    }
+}
+
+/// Most biases of a row here.
+const BIASED: usize = 8;
+
+/// Biases of many kinds: none, small, decisive, forbidding some, or all but one, or all of a small
+/// vocabulary; some of them twice for one token.
+fn bias_row(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
+    let tag = 700 + step * 1000 + row;
+    let [kind, count, first, _] = philox([row, step, 6, 0], [77, 0]).map(|word| word as usize);
+    let values = noise(tag, BIASED);
+    let some = |bias: &dyn Fn(usize) -> f32| -> Vec<(u32, f32)> {
+        let id = |i: usize| ((first + i * i * 31) % vocab) as u32;
+        (0..1 + count % BIASED).map(|i| (id(i), bias(i))).collect()
+    };
+    let forbidden = |ids: std::ops::Range<usize>| ids.map(|id| (id as u32, f32::NEG_INFINITY)).collect();
+    match kind % 8 {
+        0..=2 => Vec::new(),
+        3 => some(&|i| values[i] * 3.0),
+        4 => some(&|i| values[i] * 100.0),
+        5 => some(&|_| f32::NEG_INFINITY),
+        6 => some(&|i| if i % 2 == 0 { f32::NEG_INFINITY } else { values[i] * 10.0 }),
+        _ => forbidden(count % 2..vocab.min(BIASED)),
     }
 }

@@ -18,10 +18,12 @@ use std::ops::Range;
 /// Candidates that are sorted at first.
 const FIRST_SORTED: usize = 64;
 
-/// Buffers for sampling: keys for each thread, results for each row.
+/// Buffers for sampling: logits and keys for each thread, results for each row.
 pub struct SampleScratch {
     vocab: usize,
     top_max: usize,
+    /// Logits with their biases, (threads, vocab).
+    biased: Vec<f32>,
     /// (threads, vocab).
     keys: Vec<u64>,
     results: Vec<SampledRow>,
@@ -37,6 +39,7 @@ impl SampleScratch {
         SampleScratch {
             vocab: limits.vocab,
             top_max: limits.top_logprobs.min(limits.vocab),
+            biased: vec![0.0; threads * limits.vocab],
             keys: vec![0; threads * limits.vocab],
             results: vec![nothing; rows],
             top: vec![(0, 0.0); rows * limits.top_logprobs.min(limits.vocab)],
@@ -54,19 +57,22 @@ pub fn sample(
     out: &mut StepOutput,
 ) {
     let (vocab, top_max) = (scratch.vocab, scratch.top_max);
-    let (keys, results, top) =
-        (Parts::new(&mut scratch.keys), Parts::new(&mut scratch.results), Parts::new(&mut scratch.top));
-    let samples = &step.samples[wanted.clone()];
+    let (biased, keys) = (Parts::new(&mut scratch.biased), Parts::new(&mut scratch.keys));
+    let (results, top) = (Parts::new(&mut scratch.results), Parts::new(&mut scratch.top));
+    let (samples, biases) = (&step.samples[wanted.clone()], &step.biases);
     pool.run(samples.len(), |worker, i| {
-        // SAFETY: keys are the worker's own, and it is in one item at a time; the others are the item's own.
-        let (keys, result, top) = unsafe {
+        let own = worker * vocab..(worker + 1) * vocab;
+        // SAFETY: logits and keys are the worker's own, and it is in one item at a time; the others are the
+        // item's own.
+        let (room, result, top) = unsafe {
             (
-                keys.part(worker * vocab..(worker + 1) * vocab),
+                Room { biased: biased.part(own.clone()), keys: keys.part(own) },
                 &mut results.part(i..i + 1)[0],
                 top.part(i * top_max..(i + 1) * top_max),
             )
         };
-        *result = sample_row(&logits[i * vocab..][..vocab], &samples[i], keys, top);
+        let row = &samples[i];
+        *result = sample_row(&logits[i * vocab..][..vocab], row, row.biases(biases), room, top);
     });
     for (i, wanted) in wanted.enumerate() {
         let mut result = scratch.results[i];
@@ -79,10 +85,22 @@ pub fn sample(
     }
 }
 
+/// A worker's own room, (vocab) each.
+struct Room<'a> {
+    biased: &'a mut [f32],
+    keys: &'a mut [u64],
+}
+
 /// One row's result, its likeliest tokens in `top`; where those will stand is for the caller to say.
-fn sample_row(logits: &[f32], row: &SampleRow, keys: &mut [u64], top: &mut [(u32, f32)]) -> SampledRow {
+fn sample_row(
+    logits: &[f32],
+    row: &SampleRow,
+    biases: &[(u32, f32)],
+    Room { biased, keys }: Room,
+    top: &mut [(u32, f32)],
+) -> SampledRow {
     let token = match row.mode {
-        SampleMode::Draw => draw(logits, row, keys),
+        SampleMode::Draw => draw(with_biases(logits, biases, biased), row, keys),
         SampleMode::Score(token) => token,
     };
     let mut result = SampledRow { token, logprob: f32::NAN, top_at: 0, top_len: 0 };
@@ -105,6 +123,18 @@ fn sample_row(logits: &[f32], row: &SampleRow, keys: &mut [u64], top: &mut [(u32
         result.top_len = n as u32;
     }
     result
+}
+
+/// The logits with their biases, made in `room`; as they are where these leave nothing to draw.
+fn with_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], room: &'a mut [f32]) -> &'a [f32] {
+    if biases.is_empty() {
+        return logits;
+    }
+    room.copy_from_slice(logits);
+    for &(id, bias) in biases {
+        room[id as usize] += bias;
+    }
+    if largest(room, |logit| logit) == f32::NEG_INFINITY { logits } else { room }
 }
 
 fn log_sum_exp(logits: &[f32]) -> f64 {

@@ -18,6 +18,7 @@ pub struct Step {
     /// Rows whose results are wanted, and what to do with each.
     pub wanted: Vec<u32>,
     pub samples: Vec<SampleRow>,
+    pub biases: Vec<(u32, f32)>,
     /// What attention needs to find a work item's span: the number of items up to each span's end.
     pub item_ends: Vec<usize>,
 }
@@ -54,6 +55,7 @@ impl Step {
             rows: Vec::with_capacity(limits.rows),
             wanted: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
+            biases: Vec::with_capacity(limits.bias_room()),
             item_ends: Vec::with_capacity(limits.rows),
         }
     }
@@ -77,6 +79,13 @@ impl Step {
         assert_eq!(self.wanted.len(), batch.samples.len(), "each wanted row has its entry");
         self.samples.clear();
         self.samples.extend_from_slice(&batch.samples);
+        assert!(
+            batch.biases.len() <= self.limits.bias_room(),
+            "{} biases exceed the limits",
+            batch.biases.len()
+        );
+        self.biases.clear();
+        self.biases.extend_from_slice(&batch.biases);
     }
 
     fn apply_moves(&mut self, batch: &StepBatch) {

@@ -19,6 +19,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         positions: 64,
         page_positions: 32,
         top_logprobs: 5,
+        biases: 0,
         vocab,
     }
 }
@@ -94,7 +95,7 @@ fn draws_agree(logits: &[f32], rows: &[SampleRow]) {
     let mut out = StepOutput::default();
     cpu.sample(0..rows.len(), &f32_buf(&logits.repeat(rows.len())), &mut out);
     for (row, result) in rows.iter().zip(&out.rows) {
-        assert_eq!(result.token, draw(logits, row), "{row:?}");
+        assert_eq!(result.token, draw(logits, &[], row), "{row:?}");
     }
 }
 
@@ -122,8 +123,7 @@ fn draws_from_flat_and_steep_rows_are_the_definitions() {
                 top_k,
                 top_p,
                 min_p,
-                logprob: false,
-                top_logprobs: 0,
+                ..SampleRow::GREEDY
             }));
         }
         draws_agree(&logits, &rows);

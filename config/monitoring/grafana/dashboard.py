@@ -1,0 +1,299 @@
+"""The Grafana dashboard, row by row: `python3 dashboard.py > mainstem.json`."""
+
+import json
+import sys
+
+WIDTH = 24
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+CHOSEN = 'model_name=~"$model_name", instance=~"$instance"'
+
+
+def series(metric, labels=""):
+    """The chosen servers' series of a metric."""
+    return f"{metric}{{{CHOSEN}{', ' if labels else ''}{labels}}}"
+
+
+def rate(metric, labels="", by=""):
+    """What it grows by in a second, over all chosen servers."""
+    return f"sum{f' by ({by})' if by else ''} (rate({series(metric, labels)}[$__rate_interval]))"
+
+
+def total(metric):
+    return f"sum({series(metric)})"
+
+
+def quantile(share, histogram):
+    return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', by='le')})"
+
+
+def mean(histogram):
+    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
+
+
+def panel(kind, title, unit, targets, width=8, height=8, describe="", **custom):
+    """A panel of a kind; `targets` are pairs of legend and expression."""
+    return {
+        "type": kind,
+        "title": title,
+        "description": describe,
+        "datasource": SOURCE,
+        "gridPos": {"w": width, "h": height},
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": custom}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + number), "datasource": SOURCE, "expr": expr, "legendFormat": legend}
+            for number, (legend, expr) in enumerate(targets)
+        ],
+    }
+
+
+def stat(title, unit, expr, describe="", text="value", legend=""):
+    made = panel("stat", title, unit, [(legend, expr)], width=3, height=4, describe=describe)
+    made["options"] = {"reduceOptions": {"calcs": ["lastNotNull"]}, "textMode": text, "colorMode": "none"}
+    return made
+
+
+def graph(title, unit, targets, describe="", width=8, stacked=False):
+    stacking = {"mode": "normal"} if stacked else {"mode": "none"}
+    return panel(
+        "timeseries",
+        title,
+        unit,
+        targets,
+        width,
+        describe=describe,
+        stacking=stacking,
+        fillOpacity=30 if stacked else 0,
+    )
+
+
+def quantiles(title, unit, histogram, describe="", width=8):
+    shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)]
+    return graph(title, unit, [(name, quantile(share, histogram)) for name, share in shares], describe, width)
+
+
+ROWS = {
+    "Overview": [
+        stat("Version", "none", series("mainstem_build_info"), text="name", legend="{{version}}"),
+        stat("Running", "none", total("mainstem_num_requests_running"), "Requests in prefill or decode."),
+        stat("Waiting", "none", total("mainstem_num_requests_waiting"), "Requests in the waiting room."),
+        stat(
+            "KV cache",
+            "percentunit",
+            f"max({series('mainstem_kv_cache_usage_perc')})",
+            "Share of the KV pages that is reserved.",
+        ),
+        stat("Tokens out", "suffix: tokens/s", rate("mainstem_generation_tokens_total")),
+        stat("First token, p99", "s", quantile(0.99, "mainstem_time_to_first_token_seconds")),
+        stat("Between tokens, p99", "s", quantile(0.99, "mainstem_inter_token_latency_seconds")),
+        stat(
+            "Device restarts, 1 d", "none", f"sum(increase({series('mainstem_device_restarts_total')}[1d]))"
+        ),
+    ],
+    "Latency": [
+        quantiles("Time to first token", "s", "mainstem_time_to_first_token_seconds"),
+        quantiles("Between tokens", "s", "mainstem_inter_token_latency_seconds"),
+        quantiles("Whole request", "s", "mainstem_e2e_request_latency_seconds"),
+        graph(
+            "Where a request's time goes, mean",
+            "s",
+            [
+                ("queue", mean("mainstem_request_queue_time_seconds")),
+                ("prefill", mean("mainstem_request_prefill_time_seconds")),
+                ("decode", mean("mainstem_request_decode_time_seconds")),
+            ],
+            stacked=True,
+        ),
+        quantiles("Inference: prefill and decode", "s", "mainstem_request_inference_time_seconds"),
+        quantiles("Time per output token, by request", "s", "mainstem_request_time_per_output_token_seconds"),
+    ],
+    "Throughput": [
+        graph(
+            "Tokens",
+            "suffix: tokens/s",
+            [("in", rate("mainstem_prompt_tokens_total")), ("out", rate("mainstem_generation_tokens_total"))],
+        ),
+        graph(
+            "Requests by how they ended",
+            "reqps",
+            [("{{finished_reason}}", rate("mainstem_request_success_total", by="finished_reason"))],
+            stacked=True,
+        ),
+        graph(
+            "Refusals by reason",
+            "reqps",
+            [("{{reason}}", rate("mainstem_admission_rejections_total", by="reason"))],
+            stacked=True,
+        ),
+        quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=12),
+        quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=12),
+    ],
+    "The loop": [
+        graph(
+            "Slots",
+            "none",
+            [
+                ("all", total("mainstem_slots")),
+                ("live", total("mainstem_slots_live")),
+                ("in a step, mean", mean("mainstem_step_slots")),
+            ],
+        ),
+        graph(
+            "Requests",
+            "none",
+            [
+                ("running", total("mainstem_num_requests_running")),
+                ("waiting", total("mainstem_num_requests_waiting")),
+                ("room to wait", total("mainstem_waiting_room")),
+            ],
+        ),
+        graph(
+            "KV pages",
+            "none",
+            [
+                ("all", total("mainstem_kv_pages")),
+                (
+                    "reserved",
+                    f"sum({series('mainstem_kv_cache_usage_perc')} * {series('mainstem_kv_pages')})",
+                ),
+            ],
+        ),
+        graph(
+            "Share of the wall clock by phase",
+            "percentunit",
+            [("{{phase}}", rate("mainstem_step_phase_seconds_sum", by="phase"))],
+            "Forward and sample run on the device; plan and deliver on the control thread, partly meanwhile.",
+            stacked=True,
+        ),
+        quantiles("Step", "s", "mainstem_step_seconds"),
+        graph(
+            "Rows and tokens of a step, mean",
+            "none",
+            [("rows", mean("mainstem_step_rows")), ("tokens", mean("mainstem_iteration_tokens"))],
+            "Rows without a token are holes between slots: computed for nothing.",
+        ),
+        graph("Steps", "ops", [("steps", rate("mainstem_step_seconds_count"))], width=12),
+        graph(
+            "Closing holes",
+            "ops",
+            [
+                ("shuffles", rate("mainstem_slot_shuffles_total")),
+                ("moves", rate("mainstem_slot_moves_total")),
+            ],
+            width=12,
+        ),
+    ],
+    "HTTP": [
+        graph(
+            "Requests by path",
+            "reqps",
+            [("{{method}} {{path}}", rate("mainstem_http_requests_total", by="method, path"))],
+            width=12,
+        ),
+        graph(
+            "Requests by status",
+            "reqps",
+            [("{{status}}", rate("mainstem_http_requests_total", by="status"))],
+            width=12,
+        ),
+    ],
+    "Errors": [
+        graph(
+            "Answers 5xx",
+            "reqps",
+            [("{{path}} {{status}}", rate("mainstem_http_requests_total", 'status=~"5.."', "path, status"))],
+        ),
+        graph(
+            "Requests that did not come to their end",
+            "reqps",
+            [
+                (
+                    "{{finished_reason}}",
+                    rate(
+                        "mainstem_request_success_total",
+                        'finished_reason=~"abort|error|timeout"',
+                        "finished_reason",
+                    ),
+                ),
+                ("client gone", rate("mainstem_clients_gone_total")),
+            ],
+        ),
+        graph(
+            "Device restarts",
+            "none",
+            [("restarts", f"sum(increase({series('mainstem_device_restarts_total')}[$__rate_interval]))")],
+        ),
+    ],
+}
+
+
+def placed(rows):
+    """The panels, rows and all, with their ids and places."""
+    panels, y = [], 0
+    for title, members in rows.items():
+        panels.append(
+            {
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+            }
+        )
+        x, y = 0, y + 1
+        for member in members:
+            place = member["gridPos"]
+            if x + place["w"] > WIDTH:
+                x, y = 0, y + place["h"]
+            place.update(x=x, y=y)
+            x += place["w"]
+            panels.append(member)
+        y += members[-1]["gridPos"]["h"]
+    return [{"id": number, **each} for number, each in enumerate(panels, 1)]
+
+
+def variable(name, label, kind, query, **more):
+    return {"name": name, "label": label, "type": kind, "query": query, "refresh": 1, **more}
+
+
+def values(name, label, query):
+    """A variable over a label's values, all of them until some are chosen."""
+    everything = {"text": "All", "value": "$__all"}
+    return variable(
+        name,
+        label,
+        "query",
+        query,
+        datasource=SOURCE,
+        includeAll=True,
+        multi=True,
+        allValue=".*",
+        current=everything,
+    )
+
+
+DASHBOARD = {
+    "uid": "mainstem",
+    "title": "Mainstem",
+    "tags": ["mainstem"],
+    "schemaVersion": 39,
+    "version": 1,
+    "editable": True,
+    "refresh": "10s",
+    "time": {"from": "now-1h", "to": "now"},
+    "templating": {
+        "list": [
+            variable("datasource", "Source", "datasource", "prometheus"),
+            values("model_name", "Model", "label_values(mainstem_build_info, model_name)"),
+            values(
+                "instance",
+                "Instance",
+                'label_values(mainstem_build_info{model_name=~"$model_name"}, instance)',
+            ),
+        ]
+    },
+    "annotations": {"list": []},
+    "panels": placed(ROWS),
+}
+
+json.dump(DASHBOARD, sys.stdout, indent=1)
+print()

@@ -1,0 +1,232 @@
+//! What the decode loop records: handles kept for steps of microseconds, and the clock of a step's phases.
+//!
+//! Invariant: on the control thread no moment of a step is counted to two phases.
+
+use crate::telemetry;
+use mainstem_kernels::batch::StepTimes;
+use metrics::{Counter, Histogram};
+use std::time::{Duration, Instant};
+
+/// The loop's metrics.
+pub struct Meters {
+    /// When the phase at hand began.
+    since: Instant,
+    /// Time of this step's deliveries so far.
+    delivering: Duration,
+    plan: Histogram,
+    forward: Histogram,
+    sample: Histogram,
+    deliver: Histogram,
+    step_seconds: Histogram,
+    step_rows: Histogram,
+    step_slots: Histogram,
+    step_tokens: Histogram,
+    moves: Counter,
+    shuffles: Counter,
+    prompts: Counter,
+    generated: Counter,
+    queue: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    inference: Histogram,
+    per_token: Histogram,
+}
+
+/// What was in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct StepSize {
+    pub rows: usize,
+    /// Rows that were computed only to be discarded.
+    pub holes: usize,
+    /// Sequences that took part.
+    pub slots: usize,
+}
+
+/// The moments of a sequence's life that its metrics are made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Moments {
+    /// Its first chunk came.
+    pub scheduled: Instant,
+    /// Its first token was made; `scheduled` until then.
+    pub first_token: Instant,
+}
+
+impl Meters {
+    /// The clock runs from here.
+    pub fn new() -> Meters {
+        let phase = |name| telemetry::STEP_PHASES.histogram_of([name]);
+        Meters {
+            since: Instant::now(),
+            delivering: Duration::ZERO,
+            plan: phase("plan"),
+            forward: phase("forward"),
+            sample: phase("sample"),
+            deliver: phase("deliver"),
+            step_seconds: telemetry::STEP_SECONDS.histogram(),
+            step_rows: telemetry::STEP_ROWS.histogram(),
+            step_slots: telemetry::STEP_SLOTS.histogram(),
+            step_tokens: telemetry::ITERATION_TOKENS.histogram(),
+            moves: telemetry::SLOT_MOVES.counter(),
+            shuffles: telemetry::SLOT_SHUFFLES.counter(),
+            prompts: telemetry::PROMPT_TOKENS.counter(),
+            generated: telemetry::GENERATION_TOKENS.counter(),
+            queue: telemetry::QUEUE_TIME.histogram(),
+            prefill: telemetry::PREFILL_TIME.histogram(),
+            decode: telemetry::DECODE_TIME.histogram(),
+            inference: telemetry::INFERENCE_TIME.histogram(),
+            per_token: telemetry::TIME_PER_OUTPUT_TOKEN.histogram(),
+        }
+    }
+
+    /// What went before was waiting for work, and belongs to no step.
+    pub fn woke(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// The step is on its way.
+    pub fn sent(&mut self) -> Instant {
+        let plan = self.lap();
+        self.plan.record(plan.as_secs_f64());
+        self.since
+    }
+
+    /// The events of the step before are on their way too.
+    pub fn delivered(&mut self) {
+        self.delivering = self.lap();
+    }
+
+    /// The step sent at `sent` is back.
+    pub fn ran(&mut self, sent: Instant, times: StepTimes, size: StepSize) -> Instant {
+        self.lap();
+        self.step_seconds.record((self.since - sent).as_secs_f64());
+        self.forward.record(times.forward.as_secs_f64());
+        self.sample.record(times.sample.as_secs_f64());
+        self.step_rows.record(size.rows as f64);
+        self.step_slots.record(size.slots as f64);
+        self.step_tokens.record((size.rows - size.holes) as f64);
+        self.since
+    }
+
+    /// Its results are with those who wait for them.
+    pub fn settled(&mut self) {
+        let settling = self.lap();
+        self.deliver.record((self.delivering + settling).as_secs_f64());
+    }
+
+    /// Holes were closed by `moves` moves.
+    pub fn moved(&self, moves: usize) {
+        if moves > 0 {
+            self.shuffles.increment(1);
+            self.moves.increment(moves as u64);
+        }
+    }
+
+    /// The first chunk of a request that arrived then came.
+    pub fn scheduled(&self, arrived: Instant) -> Moments {
+        let now = Instant::now();
+        self.queue.record((now - arrived).as_secs_f64());
+        Moments { scheduled: now, first_token: now }
+    }
+
+    /// A token was made that a client waits for.
+    pub fn token(&self) {
+        self.generated.increment(1);
+    }
+
+    /// A sequence's first token was made at `now`, after a prompt of so many.
+    pub fn first_token(&self, moments: &mut Moments, prompt_tokens: usize, now: Instant) {
+        moments.first_token = now;
+        self.prompts.increment(prompt_tokens as u64);
+        self.prefill.record((now - moments.scheduled).as_secs_f64());
+    }
+
+    /// A sequence is over with `generated` tokens, the last of them made at `now`.
+    pub fn over(&self, moments: Moments, generated: u32, now: Instant) {
+        let decode = (now - moments.first_token).as_secs_f64();
+        self.inference.record((now - moments.scheduled).as_secs_f64());
+        self.decode.record(decode);
+        if generated > 1 {
+            self.per_token.record(decode / f64::from(generated - 1));
+        }
+    }
+
+    /// The time since the phase at hand began; the next begins here.
+    fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        now - std::mem::replace(&mut self.since, now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a recorder has of one series.
+    fn value(text: &str, series: &str) -> f64 {
+        let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {series} in {text}")).parse().expect("it is a number")
+    }
+
+    #[test]
+    fn phases_of_the_control_thread_share_out_its_time_and_waiting_is_none() {
+        let recorder = telemetry::recorder(None);
+        let handle = recorder.handle();
+        let began = Instant::now();
+        let waited = metrics::with_local_recorder(&recorder, || {
+            let mut meters = Meters::new();
+            // Long before anything else here, as if it had been waiting all that time.
+            meters.since -= Duration::from_secs(3600);
+            meters.woke();
+            let times = StepTimes { forward: Duration::from_secs(2), sample: Duration::from_secs(1) };
+            let sent = meters.sent();
+            meters.delivered();
+            // And as if the device had taken an hour.
+            meters.since -= Duration::from_secs(3600);
+            let ran = meters.ran(sent, times, StepSize { rows: 9, holes: 2, slots: 5 });
+            meters.settled();
+            ran - sent
+        });
+        let all = began.elapsed().as_secs_f64();
+        let text = handle.render();
+        let phase = |name: &str, part: &str| {
+            value(&text, &format!("mainstem_step_phase_seconds_{part}{{phase=\"{name}\"}}"))
+        };
+        for name in ["plan", "forward", "sample", "deliver"] {
+            assert_eq!(phase(name, "count"), 1.0, "{name}");
+        }
+        assert!(
+            phase("plan", "sum") + phase("deliver", "sum") + waited.as_secs_f64() <= all + 1e-9,
+            "{text}"
+        );
+        assert_eq!((phase("forward", "sum"), phase("sample", "sum")), (2.0, 1.0));
+        let sizes = ["rows", "slots"].map(|name| value(&text, &format!("mainstem_step_{name}_sum")));
+        assert_eq!((sizes, value(&text, "mainstem_iteration_tokens_sum")), ([9.0, 5.0], 7.0));
+    }
+
+    #[test]
+    fn times_of_a_request_are_parts_of_its_whole() {
+        let recorder = telemetry::recorder(None);
+        let handle = recorder.handle();
+        metrics::with_local_recorder(&recorder, || {
+            let meters = Meters::new();
+            let scheduled = Instant::now();
+            let at = |seconds| scheduled + Duration::from_secs(seconds);
+            for (generated, last) in [(5, 11), (1, 3)] {
+                let mut moments = Moments { scheduled, first_token: scheduled };
+                meters.first_token(&mut moments, 5, at(3));
+                meters.over(moments, generated, at(last));
+            }
+            for moves in [0, 3, 0, 1] {
+                meters.moved(moves);
+            }
+        });
+        let text = handle.render();
+        let sum = |time: &str| value(&text, &format!("mainstem_request_{time}_seconds_sum"));
+        let sums = ["prefill_time", "decode_time", "inference_time", "time_per_output_token"].map(sum);
+        assert_eq!(sums, [6.0, 8.0, 14.0, 2.0]);
+        assert_eq!(value(&text, "mainstem_request_time_per_output_token_seconds_count"), 1.0);
+        let shuffles =
+            [value(&text, "mainstem_slot_shuffles_total"), value(&text, "mainstem_slot_moves_total")];
+        assert_eq!(shuffles, [2.0, 4.0]);
+    }
+}

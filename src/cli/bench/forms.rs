@@ -1,0 +1,206 @@
+//! The report's three forms: a table to read, JSON with every sample, CSV for a spreadsheet.
+//!
+//! Invariant: all forms show the same figures.
+
+use super::report::{Allocated, Figures, Machine, ModelFacts, Report, Settings, Summary};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// The report as JSON has it.
+#[derive(Serialize)]
+struct Document<'a> {
+    mainstem: &'static str,
+    machine: &'a Machine,
+    model: &'a Option<ModelFacts>,
+    settings: &'a Settings,
+    allocated: &'a Option<Allocated>,
+    rows: Vec<Figures<'a>>,
+    notes: &'a [String],
+    interrupted: bool,
+}
+
+impl Report {
+    /// With every sample.
+    pub fn json(&self) -> String {
+        let Report { machine, model, settings, allocated, notes, interrupted, .. } = self;
+        let document = Document {
+            mainstem: env!("CARGO_PKG_VERSION"),
+            machine,
+            model,
+            settings,
+            allocated,
+            rows: self.figures(),
+            notes,
+            interrupted: *interrupted,
+        };
+        let text = serde_json::to_string_pretty(&document);
+        text.expect("a report is plain data; anything else is a bug") + "\n"
+    }
+
+    /// A head, and one line for each row. What a row has not is empty.
+    pub fn csv(&self) -> String {
+        let mut text = format!("{CSV_HEAD}\n");
+        for row in self.figures() {
+            let Figures { test, sequences, tokens, tokens_per_s, time_is, time, .. } = row;
+            let cell = |value: Option<f64>| value.map(|value| value.to_string()).unwrap_or_default();
+            let cells = [
+                test.to_owned(),
+                sequences.to_string(),
+                cell(row.depth.map(|depth| depth as f64)),
+                tokens.to_string(),
+                row.samples.len().to_string(),
+                tokens_per_s.min.to_string(),
+                tokens_per_s.median.to_string(),
+                tokens_per_s.max.to_string(),
+                time_is.to_owned(),
+                time.min.to_string(),
+                time.median.to_string(),
+                time.max.to_string(),
+                cell(row.weight_bytes_per_s),
+                cell(row.ratio),
+            ];
+            text += &cells.join(",");
+            text.push('\n');
+        }
+        text
+    }
+
+    /// What was measured where, the rows below each other, and the notes.
+    pub fn table(&self) -> String {
+        let mut text = self.head();
+        let figures = self.figures();
+        let mut lines = vec![TABLE_HEAD.map(str::to_owned)];
+        lines.extend(figures.iter().map(Figures::cells));
+        let width =
+            |column: usize| lines.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
+        let widths: [usize; TABLE_HEAD.len()] = std::array::from_fn(width);
+        for cells in &lines {
+            let mut line = String::new();
+            for (column, (cell, width)) in cells.iter().zip(widths).enumerate() {
+                // The name, and what the times are of, are words.
+                let _ = match column {
+                    0 | 5 => write!(line, "{cell:<width$}  "),
+                    _ => write!(line, "{cell:>width$}  "),
+                };
+            }
+            let _ = writeln!(text, "{}", line.trim_end());
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "note: {note}");
+        }
+        if self.interrupted {
+            text += "note: interrupted; what was measured so far is shown\n";
+        }
+        text
+    }
+
+    fn head(&self) -> String {
+        let Machine { cpu, cores, device } = &self.machine;
+        let mut text = format!("mainstem {} on {cpu}, {cores} cores\n", env!("CARGO_PKG_VERSION"));
+        if let Some(ModelFacts { name, parameters, weight_bytes, dtype, context }) = &self.model {
+            let (millions, mib) = (*parameters as f64 / 1e6, mib(*weight_bytes));
+            let _ = writeln!(
+                text,
+                "model:     {name}, {millions:.1} M parameters, {mib:.1} MiB of {dtype}, context {context}"
+            );
+        }
+        let Settings { slots, token_budget, kv_type, .. } = &self.settings;
+        let _ = writeln!(text, "device:    {device}, {slots} slots, {token_budget} tokens a step at most");
+        if let Some(allocated) = &self.allocated {
+            let Allocated { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes } = allocated;
+            let _ = writeln!(
+                text,
+                "allocated: weights {:.1} MiB, KV cache {:.1} MiB ({kv_positions} positions, {kv_type}), \
+                 activations {:.1} MiB, step buffers {:.1} MiB",
+                mib(*weight_bytes),
+                mib(*kv_bytes),
+                mib(*activation_bytes),
+                mib(*step_bytes)
+            );
+        }
+        text.push('\n');
+        text
+    }
+}
+
+const CSV_HEAD: &str = "test,sequences,depth,tokens,samples,tokens_per_s_min,tokens_per_s_median,\
+                        tokens_per_s_max,time_is,time_min,time_median,time_max,weight_bytes_per_s,ratio";
+
+const TABLE_HEAD: [&str; 8] = [
+    "test",
+    "sequences",
+    "tokens",
+    "tok/s median (min..max)",
+    "time median (min..max)",
+    "of",
+    "weights",
+    "speed-up",
+];
+
+impl Figures<'_> {
+    fn cells(&self) -> [String; TABLE_HEAD.len()] {
+        let name = match self.depth {
+            Some(depth) => format!("{} at {depth}", self.test),
+            None => self.test.to_owned(),
+        };
+        let of_weights = |bytes: f64| format!("{:.2} GB/s", bytes / 1e9);
+        [
+            name,
+            self.sequences.to_string(),
+            self.tokens.to_string(),
+            self.tokens_per_s.shown(1),
+            self.time.shown(2),
+            self.time_is.to_owned(),
+            self.weight_bytes_per_s.map(of_weights).unwrap_or_default(),
+            self.ratio.map(|ratio| format!("{ratio:.2}x")).unwrap_or_default(),
+        ]
+    }
+}
+
+impl Summary {
+    fn shown(&self, decimals: usize) -> String {
+        let Summary { min, median, max } = self;
+        format!("{median:.decimals$} ({min:.decimals$}..{max:.decimals$})")
+    }
+}
+
+fn mib(bytes: usize) -> f64 {
+    bytes as f64 / (1 << 20) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::What;
+    use super::super::report::tests::{report, row};
+
+    #[test]
+    fn all_forms_show_the_same_rows() {
+        let report =
+            report(vec![row(What::Decode { depth: 7 }, 1, &[3.0]), row(What::Http, 256, &[0.7, 0.9])]);
+        let json: serde_json::Value = serde_json::from_str(&report.json()).unwrap();
+        let csv = report.csv();
+        let lines: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
+        assert_eq!(lines.len(), 3);
+        assert!(lines.iter().all(|cells| cells.len() == lines[0].len()), "{csv}");
+        for (cells, row) in lines[1..].iter().zip(json["rows"].as_array().unwrap()) {
+            assert_eq!(cells[0], row["test"].as_str().unwrap());
+            assert_eq!(cells[6].parse().ok(), row["tokens_per_s"]["median"].as_f64());
+            assert_eq!(cells[11].parse().ok(), row["time"]["max"].as_f64());
+        }
+        let table = report.table();
+        assert!(table.contains("decode at 7") && table.contains("loop + text + HTTP"), "{table}");
+    }
+
+    #[test]
+    fn the_tables_columns_stand_below_each_other() {
+        let report = report(vec![row(What::Fused, 1, &[1.0]), row(What::Fused, 32, &[1.0, 2.0])]);
+        let table = report.table();
+        let ends: Vec<usize> = table
+            .lines()
+            .filter(|line| line.starts_with("fused"))
+            .map(|line| line.rfind('x').unwrap())
+            .collect();
+        assert_eq!(ends.len(), 2);
+        assert_eq!(ends[0], ends[1], "{table}");
+    }
+}

@@ -1,0 +1,192 @@
+//! A model through the engine: the tests' samples, timed where the tokens are made.
+//!
+//! Invariant: fused decode is timed only while every sequence of the test is decoding.
+
+use super::asked::{Asked, Test, size_cache};
+use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
+use super::usage;
+use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
+use crate::cli::start::{factory, fetched_aside, open};
+use crate::config::Config;
+use crate::model::{ModelRef, ModelSource};
+use crate::request::{Request, RequestError, TokenEvent};
+use crate::text::Tokenizer;
+use anyhow::{Result, ensure};
+use indicatif::ProgressBar;
+use mainstem_kernels::random::philox;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Runs the tests that are asked for; what is done when the future is dropped stands in the report.
+pub async fn measure(
+    mut config: Config,
+    asked: &Asked,
+    repeat: u32,
+    report: &mut Report,
+    progress: &ProgressBar,
+) -> Result<()> {
+    config.model = fetched_aside(config.model, config.hub.clone()).await?;
+    let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
+    let (source, tokenizer) = open(&model, config.model.spec.as_deref())?;
+    report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
+    let context = config.kv.max_context.unwrap_or(source.spec.context);
+    let tests = asked.tests(&mut config, context, &mut report.notes)?;
+    size_cache(&mut config, &tests)?;
+
+    let setup = EngineSetup::new(&config, &source)?;
+    ensure_pages(&setup, &tests)?;
+    let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
+    let weight_bytes = bytes_per_step(&source);
+    let mut prompts = Prompts::new(&source, &tokenizer);
+    let factory = factory(config.device.clone(), source, setup.kv, setup.limits);
+    progress.set_message("loading");
+    let (engine, built) = super::start(setup, tokenizer, factory).await?;
+    report.built(&config, &built);
+    report.allocated = Some(Allocated::of(&built, kv_positions));
+
+    progress.set_length(tests.len() as u64 * u64::from(repeat + 1));
+    for test in tests {
+        let Test { what, sequences, tokens, .. } = test;
+        let weight_bytes = (what != What::Prefill).then_some(weight_bytes);
+        report.rows.push(Row { what, sequences, tokens, weight_bytes, samples: Vec::new() });
+        progress.set_message(test.to_string());
+        // The first one warms up.
+        for number in 0..=repeat {
+            let sample = sample(&engine.intake, &test, &mut prompts).await?;
+            let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
+            row.samples.extend((number > 0).then_some(sample));
+            progress.inc(1);
+        }
+    }
+    engine.stop();
+    Ok(())
+}
+
+/// A cache whose size is given in bytes may be too small too, and then sequences would wait for each other.
+fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
+    let needed = tests.iter().map(|test| test.pages(setup.limits.page_positions)).max().unwrap_or(0);
+    let pages = setup.kv.pages - 1;
+    match pages >= needed {
+        true => Ok(()),
+        false => Err(usage(format!("kv.size makes {pages} pages, and the tests need {needed}"))),
+    }
+}
+
+/// Weights that each step reads, however few its rows: all but an embedding that is not the head too.
+fn bytes_per_step(source: &ModelSource) -> usize {
+    let (spec, checkpoint) = (&source.spec, &source.checkpoint);
+    let looked_up = if spec.tied_head { None } else { checkpoint.tensor(&spec.tensors.embedding) };
+    checkpoint.total_bytes() - looked_up.map_or(0, |embedding| embedding.bytes.len())
+}
+
+/// Prompts of ordinary tokens, another one each time, and the same ones in each run.
+struct Prompts {
+    ordinary: Vec<u32>,
+    drawn: u32,
+}
+
+impl Prompts {
+    fn new(source: &ModelSource, tokenizer: &Tokenizer) -> Prompts {
+        let is_ordinary = |id: &u32| !tokenizer.is_special(*id) && !source.eos.contains(id);
+        let ids = 0..source.spec.vocab as u32;
+        let ordinary: Vec<u32> = ids.clone().filter(is_ordinary).collect();
+        // A vocabulary of special tokens alone is as good as any other.
+        Prompts { ordinary: if ordinary.is_empty() { ids.collect() } else { ordinary }, drawn: 0 }
+    }
+
+    fn next(&mut self, tokens: usize) -> Arc<[u32]> {
+        self.drawn += 1;
+        let number = |place: u32| philox([place, self.drawn, 0, 0], [0; 2])[0];
+        (0..tokens as u32).map(|place| self.ordinary[number(place) as usize % self.ordinary.len()]).collect()
+    }
+}
+
+/// Runs a test once.
+async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -> Result<Sample> {
+    let request = |_| Request {
+        ignore_eos: true,
+        ..Request::greedy("bench", prompts.next(test.prompt), test.max_tokens as u32)
+    };
+    let requests = (0..test.sequences).map(request).collect();
+    let began = Instant::now();
+    // Tokens carry the time when they were made, so one sequence can be read after the other.
+    let mut times = Vec::with_capacity(test.sequences);
+    for stream in intake.submit(requests).await? {
+        times.push(token_times(stream).await?);
+    }
+    ensure!(
+        times.iter().all(|times| times.len() == test.max_tokens),
+        "a sequence ended early; this is a bug"
+    );
+    Ok(match test.what {
+        What::Prefill => {
+            let seconds = (times[0][0] - began).as_secs_f64();
+            Sample { tokens: test.tokens as u64, steps: 1, seconds }
+        }
+        _ => decoded(&times, test.tokens),
+    })
+}
+
+/// When each of a sequence's tokens was made.
+async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestError> {
+    let mut times = Vec::new();
+    loop {
+        match stream.next().await {
+            Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => times.push(stream.made_at()),
+            Some(TokenEvent::Prompt(_)) => {}
+            Some(TokenEvent::Finished(_)) => return Ok(times),
+            Some(TokenEvent::Failed(error)) => return Err(error),
+            None => return Err(RequestError::EngineGone),
+        }
+    }
+}
+
+/// From the first token of the sequence that began last, `tokens` steps on, what all of them made.
+fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
+    let last =
+        times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
+    let (began, ended) = (last[0], last[tokens]);
+    let made = times.iter().flatten().filter(|time| **time > began && **time <= ended).count();
+    Sample { tokens: made as u64, steps: tokens as u64, seconds: (ended - began).as_secs_f64() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    /// Tokens at these milliseconds.
+    fn at(began: Instant, ms: &[u64]) -> Vec<Instant> {
+        ms.iter().map(|ms| began + Duration::from_millis(*ms)).collect()
+    }
+
+    #[test]
+    fn only_steps_of_all_sequences_count() {
+        let began = Instant::now();
+        let times = [at(began, &[10, 20, 30, 40, 50, 60]), at(began, &[20, 30, 40, 50, 60, 70])];
+        let sample = decoded(&times, 3);
+        assert_eq!((sample.tokens, sample.steps), (6, 3));
+        assert!((sample.seconds - 0.03).abs() < 1e-9, "{}", sample.seconds);
+    }
+
+    #[test]
+    fn prompts_are_ordinary_and_the_same_in_each_run() {
+        let (source, tokenizer) = open(&ModelRef::Demo, None).unwrap();
+        let mut prompts = Prompts::new(&source, &tokenizer);
+        let (first, second) = (prompts.next(500), prompts.next(500));
+        assert_ne!(first, second);
+        assert_eq!(first, Prompts::new(&source, &tokenizer).next(500));
+        assert!(first.iter().all(|id| !tokenizer.is_special(*id) && !source.eos.contains(id)));
+    }
+
+    #[test]
+    fn an_embedding_that_is_only_looked_up_is_not_read() {
+        let source = |name| open(&ModelRef::Path(name), None).unwrap().0;
+        let fixture =
+            |name| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+        let (tied, own) = (source(fixture("tied")), source(fixture("mha")));
+        assert_eq!(bytes_per_step(&tied), tied.checkpoint.total_bytes());
+        let embedding = own.checkpoint.tensor(&own.spec.tensors.embedding).unwrap().bytes.len();
+        assert_eq!(bytes_per_step(&own), own.checkpoint.total_bytes() - embedding);
+    }
+}

@@ -1,0 +1,263 @@
+//! `mainstem bench`: how fast a model is through the engine, or with `--fake-device` how fast everything around
+//! a model is.
+//!
+//! Invariant: what is reported was measured in this run, every sample of it, and what was asked for and not
+//! measured is said.
+
+mod asked;
+mod client;
+mod forms;
+mod frontend;
+mod measure;
+mod report;
+
+use super::flags::{EngineFlags, LogFlags, ModelFlags};
+use super::spinner;
+use crate::actors::device::Factory;
+use crate::actors::{Engine, EngineSetup, engine};
+use crate::config::{Config, ConfigError, Overrides, Source};
+use crate::model::executor::ExecutorReport;
+use crate::telemetry;
+use crate::text::Tokenizer;
+use actix_web::rt::{self, System, time};
+use anyhow::{Context, Error, Result};
+use asked::Asked;
+use clap::{Args, ValueEnum, ValueHint};
+use indicatif::{ProgressBar, ProgressStyle};
+use report::Report;
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+use tokio::select;
+
+/// What a shell gives for a program that a SIGINT ended.
+const INTERRUPTED: u8 = 130;
+
+/// Slots of the fake device, unless somebody says.
+const FAKE_SLOTS: i64 = 256;
+
+/// How often observations are put into their buckets, as in a server.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Measure speed: prefill, decode at depth, and fused decode of several sequences.
+///
+/// The tests run through the engine, without HTTP, with greedy sampling and prompts that are the same each time.
+/// Slots, token budget and cache are made large enough for them. docs/benchmarks.md says what each figure means.
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  mainstem bench                                    the demo model that is built in
+  mainstem bench path/to/model --depth 0,1024 --format json --output bench.json
+  mainstem bench --synthetic 1B --dtype bf16 --prefill 512 --sequences 1,8
+  mainstem bench --fake-device --duration 10s       all but the model: loop, text, HTTP")]
+pub struct BenchArgs {
+    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath,
+          conflicts_with_all = ["synthetic", "fake_device"])]
+    model_path: Option<String>,
+    /// A model of random weights and of this shape, such as 110M or 1B, instead of files.
+    #[arg(long, value_name = "SHAPE", conflicts_with = "fake_device")]
+    synthetic: Option<String>,
+    /// Number format of the synthetic model's weights.
+    #[arg(long, value_name = "TYPE", value_parser = ["f16", "bf16", "f32"], requires = "synthetic")]
+    dtype: Option<String>,
+    #[command(flatten)]
+    run: RunFlags,
+    /// Threads that read the fake device's answers, and that speak HTTP.
+    #[arg(long, value_name = "N")]
+    workers: Option<u32>,
+    #[command(flatten)]
+    model: ModelFlags,
+    #[command(flatten)]
+    engine: EngineFlags,
+    #[command(flatten)]
+    log: LogFlags,
+}
+
+/// What is measured, and where the report goes.
+#[derive(Args)]
+struct RunFlags {
+    #[command(flatten)]
+    asked: Asked,
+    /// Samples of each test, after one that does not count.
+    #[arg(long, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    repeat: u32,
+    /// Form of the report.
+    #[arg(long, value_name = "FORM", default_value = "table")]
+    format: Format,
+    /// Write the report to this file instead of standard output.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Measure what is around the model, with a device that answers at once; with 256 slots if nobody says.
+    #[arg(long)]
+    fake_device: bool,
+    /// Time for each layer around the fake device, such as 10s or 500ms.
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
+    duration: Duration,
+}
+
+/// How a report is written.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Format {
+    Table,
+    Json,
+    Csv,
+}
+
+/// Measures what the arguments say and reports it. The code is 0, or 130 if it was interrupted.
+pub fn run(args: BenchArgs) -> Result<ExitCode> {
+    let (run, file, flags) = args.layers();
+    let config = Config::of_process(file.as_deref(), flags)?;
+    telemetry::start_log(&config.log, || spinner::Stderr);
+    // Where nothing can be written, nothing need be measured.
+    let mut to: Box<dyn Write> = match &run.output {
+        Some(path) => {
+            Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?)
+        }
+        None => Box::new(io::stdout()),
+    };
+    let report = System::new().block_on(measured(&run, config))?;
+    let text = match run.format {
+        Format::Table => report.table(),
+        Format::Json => report.json(),
+        Format::Csv => report.csv(),
+    };
+    to.write_all(text.as_bytes()).and_then(|()| to.flush()).context("cannot write the report")?;
+    Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// Runs the tests, until they are through or a SIGINT comes.
+async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
+    // Recorded and kept up as in a server: that is part of what is measured.
+    let metrics = telemetry::install(None);
+    let upkeep = rt::spawn(async move {
+        let mut ticks = time::interval(UPKEEP_INTERVAL);
+        loop {
+            ticks.tick().await;
+            metrics.run_upkeep();
+        }
+    });
+    let mut report = Report::new(&config, run.repeat);
+    let progress = progress();
+    let measuring = async {
+        match run.fake_device {
+            true => frontend::measure(config, run.duration, run.repeat, &mut report, &progress).await,
+            false => measure::measure(config, &run.asked, run.repeat, &mut report, &progress).await,
+        }
+    };
+    let interrupted = select! {
+        outcome = measuring => outcome.map(|()| false)?,
+        caught = tokio::signal::ctrl_c() => caught.map(|()| true).context("cannot listen for signals")?,
+    };
+    report.interrupted = interrupted;
+    progress.finish_and_clear();
+    upkeep.abort();
+    Ok(report)
+}
+
+impl BenchArgs {
+    /// What is to be done, the configuration file, if one is named, and what goes before it.
+    fn layers(mut self) -> (RunFlags, Option<PathBuf>, Overrides) {
+        let mut flags = Overrides::default();
+        let synthetic = self.synthetic.as_ref().map(|shape| match &self.dtype {
+            Some(dtype) => format!("synthetic:{shape}:{dtype}"),
+            None => format!("synthetic:{shape}"),
+        });
+        flags.set("model.path", synthetic.or(self.model_path));
+        flags.set("server.workers", self.workers);
+        flags.set_default("log.level", "warn");
+        if self.run.fake_device {
+            flags.set_default("scheduler.slots", FAKE_SLOTS);
+        }
+        let file = self.model.config.take();
+        self.model.add_to(&mut flags);
+        self.engine.add_to(&mut flags);
+        self.log.add_to(&mut flags);
+        (self.run, file, flags)
+    }
+}
+
+/// Starts an engine; with it, what its device was built of.
+async fn start(
+    setup: EngineSetup,
+    tokenizer: Arc<Tokenizer>,
+    mut factory: Factory,
+) -> Result<(Engine, ExecutorReport)> {
+    let built = Arc::new(OnceLock::new());
+    let seen = built.clone();
+    let watched: Factory = Box::new(move || {
+        let executor = factory()?;
+        seen.get_or_init(|| executor.report());
+        Ok(executor)
+    });
+    let engine = engine::start(setup, tokenizer, watched).await?;
+    let built = built.get().cloned().expect("a device that was not built fails the start; this is a bug");
+    Ok((engine, built))
+}
+
+/// An error that is the command line's.
+fn usage(message: impl Into<String>) -> Error {
+    ConfigError { origin: Source::CommandLine, message: message.into() }.into()
+}
+
+/// A bar on a terminal's standard error; elsewhere nothing is drawn.
+fn progress() -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}");
+    ProgressBar::new(0).with_style(style.expect("the template is well formed; anything else is a bug"))
+}
+
+/// A time such as `5s` or `200ms`, more than none.
+fn duration(text: &str) -> Result<Duration, String> {
+    let (number, seconds) = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
+        (Some(number), _) => (number, 1e-3),
+        (None, Some(number)) => (number, 1.0),
+        (None, None) => return Err("the unit must be s or ms".to_owned()),
+    };
+    let number: f64 = number.trim().parse().map_err(|_| "must begin with a number".to_owned())?;
+    match Duration::try_from_secs_f64(number * seconds) {
+        Ok(time) if !time.is_zero() && time <= Duration::from_secs(86_400) => Ok(time),
+        _ => Err("must be more than none and at most a day".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, Parser};
+
+    #[derive(Parser)]
+    struct Alone {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    fn config(line: &str) -> Config {
+        let alone = Alone::try_parse_from(["bench"].into_iter().chain(line.split(' '))).unwrap();
+        let (_, file, flags) = alone.args.layers();
+        Config::load(file.as_deref(), flags).unwrap()
+    }
+
+    #[test]
+    fn flags_go_before_what_bench_itself_wants() {
+        Alone::command().debug_assert();
+        let quiet = config("--fake-device");
+        assert_eq!((quiet.scheduler.slots, quiet.log.level.as_str()), (256, "warn"));
+        let told = config("--fake-device --slots 8 --log-level debug --workers 3");
+        assert_eq!((told.scheduler.slots, told.log.level.as_str(), told.server.workers), (8, "debug", 3));
+        let synthetic = config("--synthetic 1B --dtype f32 --repeat 1");
+        assert_eq!((synthetic.scheduler.slots, synthetic.model.path.as_str()), (32, "synthetic:1B:f32"));
+    }
+
+    #[test]
+    fn durations_have_a_unit() {
+        assert_eq!(duration("200ms"), Ok(Duration::from_millis(200)));
+        assert_eq!(duration("1.5 s"), Ok(Duration::from_millis(1500)));
+        for wrong in ["", "5", "0s", "-1s", "xs", "NaNs", "1e99s"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! What was measured where, and the figures that are made of it.
+//!
+//! Invariant: only samples are stored; every figure follows from them.
+
+use crate::config::{Config, KvConfig, SchedulerConfig};
+use crate::formats::Checkpoint;
+use crate::model::executor::ExecutorReport;
+use serde::Serialize;
+
+/// All that one run has to tell.
+pub struct Report {
+    pub machine: Machine,
+    pub model: Option<ModelFacts>,
+    pub settings: Settings,
+    pub allocated: Option<Allocated>,
+    pub rows: Vec<Row>,
+    /// What a reader of the figures must know, such as tests that were left out.
+    pub notes: Vec<String>,
+    /// It ended before everything was measured.
+    pub interrupted: bool,
+}
+
+/// Where it was measured.
+#[derive(Debug, Serialize)]
+pub struct Machine {
+    /// The CPU's name.
+    pub cpu: String,
+    /// That this process may use.
+    pub cores: usize,
+    /// What computed: its name, instruction set and threads. Empty if nothing was built.
+    pub device: String,
+}
+
+/// What was measured.
+#[derive(Debug, Serialize)]
+pub struct ModelFacts {
+    pub name: String,
+    pub parameters: usize,
+    pub weight_bytes: usize,
+    /// Number formats of the matrices.
+    pub dtype: String,
+    /// Tokens of prompt and answer together that the model was made for.
+    pub context: usize,
+}
+
+/// What the engine was given.
+#[derive(Debug, Serialize)]
+pub struct Settings {
+    pub repeat: u32,
+    pub slots: usize,
+    pub token_budget: usize,
+    pub policy: &'static str,
+    pub shuffle: bool,
+    pub kv_type: &'static str,
+    pub page_positions: usize,
+}
+
+/// Bytes, by purpose.
+#[derive(Debug, Serialize)]
+pub struct Allocated {
+    pub weight_bytes: usize,
+    pub kv_bytes: usize,
+    pub kv_positions: usize,
+    pub activation_bytes: usize,
+    pub step_bytes: usize,
+}
+
+/// One measurement.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Sample {
+    /// Tokens read or made, of all sequences together.
+    pub tokens: u64,
+    /// What the time is told of: steps, or 1.
+    pub steps: u64,
+    pub seconds: f64,
+}
+
+/// The samples of one test.
+pub struct Row {
+    pub what: What,
+    pub sequences: usize,
+    /// Tokens of each sequence in one sample: of its prompt, or of its answer.
+    pub tokens: usize,
+    /// Weights that every step reads, in bytes, where that bounds the speed.
+    pub weight_bytes: Option<usize>,
+    pub samples: Vec<Sample>,
+}
+
+/// What a row measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    Prefill,
+    /// With so many positions in the cache already.
+    Decode {
+        depth: usize,
+    },
+    Fused,
+    /// Layers around a device that takes no time.
+    Loop,
+    Events,
+    Http,
+}
+
+/// A row's figures.
+#[derive(Serialize)]
+pub struct Figures<'a> {
+    pub test: &'static str,
+    pub sequences: usize,
+    pub depth: Option<usize>,
+    pub tokens: usize,
+    pub tokens_per_s: Summary,
+    /// What `time` is: its unit, and of what.
+    pub time_is: &'static str,
+    pub time: Summary,
+    /// Bytes of weights read in a second, at the median.
+    pub weight_bytes_per_s: Option<f64>,
+    /// Median tokens per second, over that of one sequence.
+    pub ratio: Option<f64>,
+    pub samples: &'a [Sample],
+}
+
+/// Of several values.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Summary {
+    pub min: f64,
+    /// Between the two in the middle, when there are two.
+    pub median: f64,
+    pub max: f64,
+}
+
+impl Summary {
+    /// Of at least one value; none is NaN.
+    pub fn of(values: impl Iterator<Item = f64>) -> Summary {
+        let mut values: Vec<f64> = values.collect();
+        values.sort_by(f64::total_cmp);
+        let [min, .., max] = values[..] else {
+            let only = *values.first().expect("a summary is of something; anything else is a bug");
+            return Summary { min: only, median: only, max: only };
+        };
+        let middle = values.len() / 2;
+        let median = match values.len() % 2 {
+            0 => (values[middle - 1] + values[middle]) / 2.0,
+            _ => values[middle],
+        };
+        Summary { min, median, max }
+    }
+}
+
+impl Sample {
+    fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.seconds
+    }
+
+    fn seconds_per_step(&self) -> f64 {
+        self.seconds / self.steps as f64
+    }
+}
+
+impl What {
+    pub fn name(self) -> &'static str {
+        match self {
+            What::Prefill => "prefill",
+            What::Decode { .. } => "decode",
+            What::Fused => "fused decode",
+            What::Loop => "loop",
+            What::Events => "loop + text",
+            What::Http => "loop + text + HTTP",
+        }
+    }
+
+    fn depth(self) -> Option<usize> {
+        if let What::Decode { depth } = self { Some(depth) } else { None }
+    }
+
+    /// What the time of a sample's step is, and how many of it are a second.
+    fn time(self) -> (&'static str, f64) {
+        match self {
+            What::Prefill => ("ms to first token", 1e3),
+            What::Decode { .. } => ("ms per token", 1e3),
+            What::Fused => ("ms per step", 1e3),
+            What::Loop | What::Events | What::Http => ("us per step", 1e6),
+        }
+    }
+}
+
+impl Row {
+    fn tokens_per_s(&self) -> Summary {
+        Summary::of(self.samples.iter().map(Sample::tokens_per_s))
+    }
+
+    fn figures(&self, one: Option<f64>) -> Figures<'_> {
+        let tokens_per_s = self.tokens_per_s();
+        let (time_is, per_second) = self.what.time();
+        let time = Summary::of(self.samples.iter().map(|sample| per_second * sample.seconds_per_step()));
+        Figures {
+            test: self.what.name(),
+            sequences: self.sequences,
+            depth: self.what.depth(),
+            tokens: self.tokens,
+            tokens_per_s,
+            time_is,
+            time,
+            weight_bytes_per_s: self.weight_bytes.map(|bytes| bytes as f64 * per_second / time.median),
+            ratio: one.filter(|_| self.what == What::Fused).map(|one| tokens_per_s.median / one),
+            samples: &self.samples,
+        }
+    }
+}
+
+impl ModelFacts {
+    /// Of a model called `name`, made for `context` positions.
+    pub fn of(name: String, context: usize, checkpoint: &Checkpoint) -> ModelFacts {
+        let matrices = checkpoint.tensors().filter(|tensor| tensor.shape.len() > 1);
+        let mut types: Vec<String> =
+            matrices.filter_map(|tensor| Some(tensor.quant_type().ok()?.to_string())).collect();
+        types.sort_unstable();
+        types.dedup();
+        ModelFacts {
+            name,
+            parameters: checkpoint.tensors().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
+            weight_bytes: checkpoint.total_bytes(),
+            dtype: types.join(", "),
+            context,
+        }
+    }
+}
+
+impl Allocated {
+    /// What a device was built of; `kv_positions` have room in its cache.
+    pub fn of(built: &ExecutorReport, kv_positions: usize) -> Allocated {
+        let &ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = built;
+        Allocated { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes }
+    }
+}
+
+impl Report {
+    /// A report on what `config` asks for, with nothing measured yet.
+    pub fn new(config: &Config, repeat: u32) -> Report {
+        let machine = Machine { cpu: cpu_name(), cores: cores(), device: String::new() };
+        let settings = Settings::of(config, repeat);
+        Report {
+            machine,
+            model: None,
+            settings,
+            allocated: None,
+            rows: Vec::new(),
+            notes: Vec::new(),
+            interrupted: false,
+        }
+    }
+
+    /// Notes what the engine was given, and its device.
+    pub fn built(&mut self, config: &Config, built: &ExecutorReport) {
+        self.settings = Settings::of(config, self.settings.repeat);
+        self.machine.device = built.device.clone();
+    }
+
+    /// Of every row that has a sample.
+    pub fn figures(&self) -> Vec<Figures<'_>> {
+        let measured = || self.rows.iter().filter(|row| !row.samples.is_empty());
+        let one = measured().find(|row| row.what == What::Fused && row.sequences == 1);
+        let one = one.map(|row| row.tokens_per_s().median);
+        measured().map(|row| row.figures(one)).collect()
+    }
+}
+
+impl Settings {
+    fn of(config: &Config, repeat: u32) -> Settings {
+        let SchedulerConfig { slots, token_budget, policy, shuffle, .. } = config.scheduler;
+        let KvConfig { ty, page_positions, .. } = config.kv;
+        let policy = policy.name();
+        Settings { repeat, slots, token_budget, policy, shuffle, kv_type: ty.name(), page_positions }
+    }
+}
+
+/// What the system calls its CPU.
+fn cpu_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::config::Overrides;
+
+    fn of(values: &[f64]) -> (f64, f64, f64) {
+        let Summary { min, median, max } = Summary::of(values.iter().copied());
+        (min, median, max)
+    }
+
+    #[test]
+    fn the_median_is_in_the_middle_whatever_the_order() {
+        assert_eq!(of(&[3.0]), (3.0, 3.0, 3.0));
+        assert_eq!(of(&[4.0, 1.0]), (1.0, 2.5, 4.0));
+        assert_eq!(of(&[9.0, 1.0, 2.0]), (1.0, 2.0, 9.0));
+        assert_eq!(of(&[8.0, 1.0, 4.0, 2.0]), (1.0, 3.0, 8.0));
+    }
+
+    pub fn row(what: What, sequences: usize, seconds: &[f64]) -> Row {
+        let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds };
+        let samples = seconds.iter().map(sample).collect();
+        Row { what, sequences, tokens: 10, weight_bytes: Some(1000), samples }
+    }
+
+    pub fn report(rows: Vec<Row>) -> Report {
+        let config = Config::load(None, Overrides::default()).unwrap();
+        Report { rows, ..Report::new(&config, 3) }
+    }
+
+    #[test]
+    fn figures_are_made_of_the_samples() {
+        let rows = vec![
+            row(What::Fused, 1, &[1.0, 2.0, 4.0]),
+            row(What::Fused, 4, &[2.0, 2.0, 8.0]),
+            row(What::Decode { depth: 7 }, 1, &[5.0]),
+            row(What::Prefill, 1, &[]),
+        ];
+        let report = report(rows);
+        let figures = report.figures();
+        assert_eq!(figures.len(), 3, "what was not measured is not shown");
+        assert_eq!(figures[0].tokens_per_s, Summary { min: 2.5, median: 5.0, max: 10.0 });
+        assert_eq!(figures[0].time, Summary { min: 100.0, median: 200.0, max: 400.0 });
+        assert_eq!(figures[0].weight_bytes_per_s, Some(5000.0));
+        assert_eq!((figures[0].ratio, figures[1].ratio, figures[2].ratio), (Some(1.0), Some(4.0), None));
+        assert_eq!((figures[1].depth, figures[2].depth), (None, Some(7)));
+    }
+}

@@ -1,0 +1,203 @@
+//! An inspection as text for people: sections with a title, aligned columns, at most 110 of them wide where
+//! names allow.
+//!
+//! Invariant: says what the JSON form says, and works nothing out but sums. A row is one line, whatever a file has
+//! for a name.
+
+use super::{Inspection, SpecificationValue, Tensor};
+use crate::cli::escape::one_line;
+use indicatif::{HumanBytes, HumanCount};
+use serde_json::Value;
+use std::fmt::Write;
+use std::path::Path;
+
+/// One line for the tensors that are alike in all layers.
+pub fn summary(inspection: &Inspection) -> String {
+    render(inspection, grouped(&inspection.tensors))
+}
+
+/// A line for every tensor.
+pub fn whole(inspection: &Inspection) -> String {
+    let row = |tensor: &Tensor| tensor_row(tensor, &tensor.name, 1, tensor.bytes);
+    render(inspection, inspection.tensors.iter().map(row).collect())
+}
+
+type Row = Vec<String>;
+
+fn render(inspection: &Inspection, tensors: Vec<Row>) -> String {
+    let mut text = String::new();
+    section(&mut text, &format!("model {}", inspection.name), &model(inspection));
+    section(&mut text, "architecture", &architecture(inspection));
+    let specification = &inspection.specification;
+    let title =
+        format!("specification {}, numbers from {}", specification.file, file_name(&specification.config));
+    section(&mut text, &title, &specification.values.iter().map(specification_row).collect::<Vec<_>>());
+    let bytes: usize = inspection.tensors.iter().map(|tensor| tensor.bytes).sum();
+    let title = format!("tensors: {}, {} together", inspection.tensors.len(), size(bytes));
+    section(&mut text, &title, &tensors);
+    let unused = inspection.unused.iter().map(|it| row([&it.name, &size(it.bytes), it.why]));
+    section(&mut text, "unused tensors", &unused.collect::<Vec<_>>());
+    section(&mut text, &memory_title(inspection), &memory(inspection));
+    text
+}
+
+/// A title with its rows, the columns aligned. Without rows, nothing.
+fn section(text: &mut String, title: &str, rows: &[Row]) {
+    if rows.is_empty() {
+        return;
+    }
+    let shown = |row: &Row| row.iter().map(|cell| one_line(cell).into_owned()).collect();
+    let rows: Vec<Row> = rows.iter().map(shown).collect();
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell: &String| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let gap = if text.is_empty() { "" } else { "\n" };
+    let _ = writeln!(text, "{gap}{}", one_line(title));
+    for row in &rows {
+        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}"));
+        let _ = writeln!(text, "  {}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    }
+}
+
+fn row<const N: usize>(cells: [&str; N]) -> Row {
+    cells.map(str::to_owned).into()
+}
+
+fn model(inspection: &Inspection) -> Vec<Row> {
+    let ids: Vec<String> = inspection.end_tokens.ids.iter().map(u32::to_string).collect();
+    let end = match inspection.end_tokens.said_by {
+        Some(who) => format!("{} ({who})", ids.join(", ")),
+        None => "none is named".to_owned(),
+    };
+    let setting = |(key, value): (&String, &Value)| format!("{key} {value}");
+    let sampling: Vec<String> = inspection.sampling.iter().map(setting).collect();
+    let sampling = match sampling.is_empty() {
+        true => "no recommendation".to_owned(),
+        false => format!("{} (generation_config.json)", sampling.join(", ")),
+    };
+    let tokenizer = match &inspection.tokenizer.error {
+        None => "found",
+        Some(error) => error.as_str(),
+    };
+    let mut rows = vec![row(["path", &inspection.path.display().to_string()])];
+    let files = inspection.files.iter().map(|file| file_name(file));
+    rows.extend(files.map(|name| row(["file", &name])));
+    rows.extend([row(["end tokens", &end]), row(["sampling", &sampling])]);
+    rows.extend(inspection.unserved.iter().map(|unserved| row(["not served", &setting(unserved)])));
+    rows.push(row(["tokenizer", tokenizer]));
+    rows
+}
+
+fn architecture(inspection: &Inspection) -> Vec<Row> {
+    let a = &inspection.architecture;
+    let biased = |bias| if bias { ", with biases" } else { "" };
+    let attention = format!(
+        "query heads {}, KV heads {}, head dimension {}{}",
+        a.heads,
+        a.kv_heads,
+        a.head_dim,
+        biased(a.attention_bias)
+    );
+    let positions =
+        format!("rotary, {} of {} dimensions, theta {}", plain(&a.rope_style), a.rope_dims, a.rope_theta);
+    vec![
+        row(["family", &a.family.join(", ")]),
+        row(["parameters", &HumanCount(a.parameters as u64).to_string()]),
+        row(["layers", &a.layers.to_string()]),
+        row(["hidden", &a.hidden.to_string()]),
+        row(["attention", &attention]),
+        row(["MLP", &format!("gated {}, width {}{}", plain(&a.activation), a.mlp_width, biased(a.mlp_bias))]),
+        row(["norm", &format!("{}, epsilon {}", plain(&a.norm), a.norm_eps)]),
+        row(["positions", &positions]),
+        row(["  scaling", &plain(&a.rope_scaling)]),
+        row(["vocabulary", &a.vocab.to_string()]),
+        row(["context", &a.context.to_string()]),
+        row(["head", if a.tied_head { "tied: the embedding's matrix" } else { "a matrix of its own" }]),
+    ]
+}
+
+fn specification_row(value: &SpecificationValue) -> Row {
+    let by = value.by.join(", ");
+    let origin = match value.origin {
+        "specification" => "written in the specification".to_owned(),
+        "config" => format!("key {by}"),
+        "default" => format!("the specification's default, for there is no key {by}"),
+        "derived" => format!("derived: {by}"),
+        _ => "the format's default".to_owned(),
+    };
+    // The details of a compound value are in the architecture.
+    row([value.key, &plain(value.value.get("kind").unwrap_or(&value.value)), &origin])
+}
+
+/// One row for each name pattern and type; tensors keep their order.
+fn grouped(tensors: &[Tensor]) -> Vec<Row> {
+    let mut groups: Vec<(&Tensor, usize, usize)> = Vec::new();
+    for tensor in tensors {
+        let alike = |(first, ..): &&mut (&Tensor, usize, usize)| {
+            first.pattern == tensor.pattern && first.ty == tensor.ty
+        };
+        match groups.iter_mut().find(alike) {
+            Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),
+            None => groups.push((tensor, 1, tensor.bytes)),
+        }
+    }
+    groups.into_iter().map(|(first, count, bytes)| tensor_row(first, &first.pattern, count, bytes)).collect()
+}
+
+fn tensor_row(tensor: &Tensor, name: &str, count: usize, bytes: usize) -> Row {
+    let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+    let times = if count > 1 { format!("x {count}") } else { String::new() };
+    row([name, tensor.role, tensor.ty, &shape.join(" x "), &times, &size(bytes)])
+}
+
+fn memory_title(inspection: &Inspection) -> String {
+    let m = &inspection.memory;
+    format!("memory on {}: {} slots, {} cache in pages of {}", m.device, m.slots, m.kv_type, m.page_positions)
+}
+
+fn memory(inspection: &Inspection) -> Vec<Row> {
+    let m = &inspection.memory;
+    let verdict = match (m.total <= m.free, m.kv < m.kv_for_slots) {
+        (false, _) => "does not fit",
+        (true, true) => "fits, with less cache than all slots could use",
+        (true, false) => "fits",
+    };
+    let longest = format!("room for sequences of {}", m.longest_tokens);
+    vec![
+        row(["weights", &size(m.weights)]),
+        row(["KV per token", &size(m.kv_per_token)]),
+        row(["KV per sequence", &size(m.kv_per_sequence), &format!("of {} tokens", m.context_tokens)]),
+        row(["KV for all slots", &size(m.kv_for_slots)]),
+        row(["KV the engine takes", &size(m.kv), &longest]),
+        row(["activations", &size(m.activations)]),
+        row(["step buffers", &size(m.step_buffers)]),
+        row(["total", &size(m.total), "weights, cache, activations and step buffers"]),
+        row(["free now", &size(m.free), verdict]),
+    ]
+}
+
+fn size(bytes: usize) -> String {
+    HumanBytes(bytes as u64).to_string()
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// A value without JSON's punctuation.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Object(entries) => {
+            let kind = entries.get("kind").map(plain);
+            let rest = entries.iter().filter(|(key, _)| *key != "kind");
+            let rest = rest.map(|(key, value)| format!("{key} {}", plain(value)));
+            kind.into_iter().chain(rest).collect::<Vec<_>>().join(", ")
+        }
+        Value::Number(number) if number.is_f64() => number.as_f64().unwrap_or(f64::NAN).to_string(),
+        other => other.to_string(),
+    }
+}

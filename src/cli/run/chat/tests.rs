@@ -1,0 +1,304 @@
+//! Conversations from a script: what the user does and what the server answers, against what was sent and
+//! what was shown.
+
+use super::super::client::{Chunk, Delivery};
+use super::super::settings::Settings;
+use super::super::transport::{Failure, Reply, Transport};
+use super::*;
+use actix_web::web::Bytes;
+use futures_util::future::LocalBoxFuture;
+use futures_util::{StreamExt, stream};
+use serde_json::{Value, json};
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::future::pending;
+use std::rc::Rc;
+use tokio::sync::Notify;
+
+/// What happens while an answer comes.
+#[derive(Clone)]
+enum Event {
+    Text(&'static str),
+    /// The user presses Ctrl-C; the server would say more.
+    Interrupt,
+    /// The server's last event and the end of the stream.
+    Done(&'static str),
+    Error(&'static str),
+    /// The connection ends.
+    Cut,
+}
+use Event::{Cut, Done, Interrupt, Text};
+
+/// What was asked: path and body.
+type Asked = Rc<RefCell<Vec<(String, Value)>>>;
+
+struct ScriptedServer {
+    answers: RefCell<VecDeque<Result<Vec<Event>, Failure>>>,
+    asked: Asked,
+    interrupt: Rc<Notify>,
+}
+
+fn sse(value: Value) -> Bytes {
+    format!("data: {value}\n\n").into()
+}
+
+async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
+    match event {
+        Text(text) => Ok(sse(json!({"choices": [{"delta": {"content": text}, "text": text}]}))),
+        Done(reason) => {
+            let last = json!({"choices": [{"delta": {}, "finish_reason": reason}]});
+            let usage = json!({"choices": [], "usage": {"completion_tokens": 7}});
+            Ok([sse(last), sse(usage), "data: [DONE]\n\n".into()].concat().into())
+        }
+        Event::Error(message) => Ok(sse(json!({"error": {"message": message}}))),
+        Cut => Err(Failure::new("the connection broke")),
+        Interrupt => {
+            interrupt.notify_one();
+            pending().await
+        }
+    }
+}
+
+impl Transport for ScriptedServer {
+    fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>> {
+        self.asked.borrow_mut().push((path.to_string(), body.clone()));
+        let answer = self.answers.borrow_mut().pop_front().expect("the script has an answer");
+        let interrupt = self.interrupt.clone();
+        let reply = answer.map(|events| {
+            let events = stream::iter(events).then(move |event| bytes(event, interrupt.clone()));
+            Reply::Events(events.boxed_local())
+        });
+        Box::pin(async { reply })
+    }
+}
+
+#[derive(Default)]
+struct ScriptedUser {
+    inputs: VecDeque<Input>,
+    marks: Vec<Mark>,
+    entries: Vec<String>,
+    shown: String,
+    notes: Vec<String>,
+    interrupt: Rc<Notify>,
+}
+
+impl Screen for ScriptedUser {
+    fn show(&mut self, chunk: &Chunk) -> io::Result<()> {
+        self.shown += &chunk.text;
+        Ok(())
+    }
+
+    fn note(&mut self, text: &str) {
+        self.notes.push(text.to_string());
+    }
+
+    fn interrupted(&mut self) -> LocalBoxFuture<'_, ()> {
+        Box::pin(self.interrupt.notified())
+    }
+}
+
+impl Console for ScriptedUser {
+    fn read(&mut self, mark: Mark) -> io::Result<Input> {
+        self.marks.push(mark);
+        Ok(self.inputs.pop_front().unwrap_or(Input::End))
+    }
+
+    fn remember(&mut self, entry: &str) {
+        self.entries.push(entry.to_string());
+    }
+
+    fn end_answer(&mut self, _: &str) -> io::Result<()> {
+        self.shown += "\n";
+        Ok(())
+    }
+}
+
+/// Holds a conversation to its end; gives what was asked and what the user saw.
+async fn talk(
+    inputs: Vec<Input>,
+    answers: Vec<Result<Vec<Event>, Failure>>,
+) -> (Vec<(String, Value)>, ScriptedUser) {
+    let mut user = ScriptedUser { inputs: inputs.into(), ..ScriptedUser::default() };
+    let asked = Asked::default();
+    let server = ScriptedServer {
+        answers: RefCell::new(answers.into()),
+        asked: asked.clone(),
+        interrupt: user.interrupt.clone(),
+    };
+    let client = Client {
+        transport: Box::new(server),
+        model: Some("m".to_string()),
+        dialect: Dialect::Chat,
+        delivery: Delivery::Stream,
+        settings: Settings::default(),
+    };
+    let dialog = Dialog::default();
+    Chat { client, dialog, console: &mut user, stats: false }.run().await.expect("the user stays");
+    let asked = asked.borrow().clone();
+    (asked, user)
+}
+
+fn lines(lines: &[&str]) -> Vec<Input> {
+    lines.iter().map(|line| Input::Line(line.to_string())).collect()
+}
+
+/// The messages of a request, as "role: content".
+fn messages((path, body): &(String, Value)) -> Vec<String> {
+    assert_eq!(path, "/v1/chat/completions");
+    let text = |value: &Value| value.as_str().expect("it is a text").to_string();
+    let messages = body["messages"].as_array().expect("there are messages");
+    messages.iter().map(|m| format!("{}: {}", text(&m["role"]), text(&m["content"]))).collect()
+}
+
+#[actix::test]
+async fn the_conversation_so_far_is_sent_with_each_question() {
+    let answers =
+        vec![Ok(vec![Text("Hello"), Text("."), Done("stop")]), Ok(vec![Text("Bye."), Done("length")])];
+    let (asked, user) = talk(lines(&["Hi", "", "  ", "So long"]), answers).await;
+    assert_eq!(messages(&asked[0]), ["user: Hi"]);
+    assert_eq!(messages(&asked[1]), ["user: Hi", "assistant: Hello.", "user: So long"]);
+    assert_eq!(asked.len(), 2, "empty lines are no questions");
+    assert_eq!(asked[0].1["stream_options"], json!({"include_usage": true}));
+    assert_eq!(user.shown, "Hello.\nBye.\n");
+    assert!(user.notes[0].contains("limit of tokens"), "{:?}", user.notes);
+}
+
+#[actix::test]
+async fn an_answer_that_was_stopped_counts_as_far_as_it_came() {
+    let answers = vec![Ok(vec![Text("Once "), Text("upon"), Interrupt]), Ok(vec![Text("ok"), Done("stop")])];
+    let (asked, user) = talk(lines(&["A story", "Go on"]), answers).await;
+    assert_eq!(messages(&asked[1]), ["user: A story", "assistant: Once upon", "user: Go on"]);
+    assert_eq!(
+        (user.shown.as_str(), user.notes.as_slice()),
+        ("Once upon\nok\n", &["(stopped)".to_string()][..])
+    );
+}
+
+#[actix::test]
+async fn a_question_without_any_answer_is_not_repeated() {
+    let refused = Failure::told(json!({"error": {"message": "too long: 9 of 8 tokens"}}));
+    let answers = vec![
+        Ok(vec![Interrupt]),
+        Err(refused),
+        Ok(vec![Text("half"), Event::Error("the device failed")]),
+        Ok(vec![Text("less"), Cut]),
+        Ok(vec![Done("stop")]),
+    ];
+    let (asked, user) = talk(lines(&["one", "two", "three", "four", "five"]), answers).await;
+    let said = ["user: three", "assistant: half", "user: four", "assistant: less", "user: five"];
+    assert_eq!(messages(&asked[4]), said);
+    let errors = ["too long: 9 of 8 tokens", "the device failed", "the connection broke"];
+    assert_eq!(user.notes[0], "(stopped)");
+    assert_eq!(user.notes[1..], errors.map(|error| format!("error: {error}")));
+}
+
+#[actix::test]
+async fn commands_change_what_is_sent() {
+    let answer = |text| Ok(vec![Text(text), Done("stop")]);
+    let inputs = lines(&[
+        "/retry",
+        "/system Be brief.",
+        "/set temperature 0",
+        "/set seed 3",
+        "one",
+        "/retry",
+        "two",
+        "/regenerate",
+        "/clear",
+        "/set seed default",
+        "three",
+        "/system",
+        "four",
+        "/exit",
+        "never",
+    ]);
+    let answers = ["1", "1'", "2", "2'", "3", "4"].map(answer).into();
+    let (asked, user) = talk(inputs, answers).await;
+    assert!(user.notes[0].contains("no question yet"));
+    assert_eq!(messages(&asked[0]), ["system: Be brief.", "user: one"]);
+    assert_eq!(messages(&asked[1]), messages(&asked[0]));
+    assert_eq!(messages(&asked[2]), ["system: Be brief.", "user: one", "assistant: 1'", "user: two"]);
+    assert_eq!(messages(&asked[3]), messages(&asked[2]));
+    assert_eq!(messages(&asked[4]), ["system: Be brief.", "user: three"]);
+    assert_eq!(messages(&asked[5]), ["user: three", "assistant: 3", "user: four"]);
+    assert_eq!((&asked[0].1["temperature"], &asked[0].1["seed"]), (&json!(0.0), &json!(3)));
+    assert_eq!((&asked[4].1["temperature"], &asked[4].1["seed"]), (&json!(0.0), &Value::Null));
+    assert_eq!(asked.len(), 6, "nothing comes after /exit");
+}
+
+/// Whoever retries and gets nothing still has what was said before.
+#[actix::test]
+async fn a_retry_without_an_answer_keeps_the_old_one() {
+    let answers = vec![
+        Ok(vec![Text("1"), Done("stop")]),
+        Err(Failure::new("busy")),
+        Ok(vec![Interrupt]),
+        Ok(vec![Cut]),
+        Ok(vec![Text("2"), Done("stop")]),
+    ];
+    let (asked, _) = talk(lines(&["one", "/retry", "/retry", "/retry", "two"]), answers).await;
+    assert_eq!(messages(&asked[3]), ["user: one"]);
+    assert_eq!(messages(&asked[4]), ["user: one", "assistant: 1", "user: two"]);
+}
+
+#[actix::test]
+async fn what_is_no_command_is_told_and_not_sent() {
+    let inputs = lines(&[
+        "/frobnicate",
+        "/set heat 1",
+        "/set temperature warm",
+        "/set top_k",
+        "/stats maybe",
+        "/help",
+    ]);
+    let (asked, user) = talk(inputs, vec![]).await;
+    assert!(asked.is_empty());
+    for (note, named) in
+        user.notes.iter().zip(["/frobnicate", "heat", "warm", "top_k VALUE", "/stats", "/retry"])
+    {
+        assert!(note.contains(named), "{note}");
+    }
+    assert_eq!(user.notes.len(), 6);
+    let (asked, _) = talk(lines(&[" /etc/passwd"]), vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&asked[0]), ["user:  /etc/passwd"]);
+}
+
+#[actix::test]
+async fn a_backslash_continues_the_line() {
+    let inputs = lines(&["first\\", "second\\", "third"]);
+    let (asked, user) = talk(inputs, vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&asked[0]), ["user: first\nsecond\nthird"]);
+    assert_eq!(user.marks[..3], [Mark::Question, Mark::Continued, Mark::Continued]);
+    assert_eq!(user.entries, ["first\nsecond\nthird"]);
+}
+
+#[actix::test]
+async fn ctrl_c_at_the_prompt_hints_and_drops_what_was_begun() {
+    let mut inputs = lines(&["begun\\"]);
+    inputs.push(Input::Interrupt);
+    inputs.extend(lines(&["whole"]));
+    let (asked, user) = talk(inputs, vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&asked[0]), ["user: whole"]);
+    assert_eq!(user.notes, [HINT]);
+}
+
+#[actix::test]
+async fn stats_are_told_when_wanted() {
+    let answer = || Ok(vec![Text("a"), Done("stop")]);
+    let inputs = lines(&["/stats on", "one", "/stats off", "two"]);
+    let (_, user) = talk(inputs, vec![answer(), answer()]).await;
+    assert_eq!(user.notes.len(), 1, "{:?}", user.notes);
+    assert!(user.notes[0].starts_with("7 tokens, "), "{:?}", user.notes);
+}
+
+#[actix::test]
+async fn a_model_without_a_template_completes_and_says_so_once() {
+    let refused = Failure::told(json!({"error": {"message": "sorry", "code": "no_chat_template"}}));
+    let answers = vec![Err(refused), Ok(vec![Text(" a time"), Done("length")]), Ok(vec![Done("stop")])];
+    let (asked, user) = talk(lines(&["Once upon", "/system Be brief.", "The end"]), answers).await;
+    let paths: Vec<_> = asked.iter().map(|(path, _)| path.as_str()).collect();
+    assert_eq!(paths, ["/v1/chat/completions", "/v1/completions", "/v1/completions"]);
+    assert_eq!((&asked[1].1["prompt"], &asked[2].1["prompt"]), (&json!("Once upon"), &json!("The end")));
+    assert_eq!(asked[1].1["max_tokens"], json!(128));
+    assert_eq!(user.notes.iter().filter(|note| note.contains("no chat template")).count(), 1);
+}

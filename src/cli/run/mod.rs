@@ -1,0 +1,128 @@
+//! `mainstem run`: a prompt and its answer, or a conversation at the terminal; with a model in this process or
+//! with a server elsewhere. Both are spoken to in the API's own words, so what is seen here is what a client
+//! of the server sees.
+//!
+//! Invariant: standard output carries the answer and nothing else; all that is said beside it goes to standard
+//! error.
+
+pub mod args;
+
+pub mod settings;
+
+pub mod sse;
+
+pub mod transport;
+
+pub mod remote;
+
+pub mod client;
+
+pub mod exchange;
+
+pub mod chat;
+
+pub mod terminal;
+
+pub use args::RunArgs;
+
+use super::{escape, spinner, start};
+use crate::server::{Local, ServeParts};
+use crate::telemetry;
+use actix_web::rt::System;
+use anyhow::{Result, bail};
+use args::{Plan, Target, Task};
+use chat::Chat;
+use client::{Client, Dialog};
+use exchange::{Ending, Screen, unless};
+use std::io;
+use std::process::ExitCode;
+use terminal::{Form, Interrupts, Output, Terminal};
+use transport::Transport;
+
+/// What a shell reports of a program that Ctrl-C has ended.
+const INTERRUPTED: u8 = 130;
+
+/// Answers the prompt or chats. The exit code is 130 where Ctrl-C cut an answer short; there is an error when
+/// no answer came, or not all of it.
+pub fn run(args: RunArgs) -> Result<ExitCode> {
+    let plan = args.plan()?;
+    if let Target::Local(config) = &plan.target {
+        telemetry::start_log(&config.log, || spinner::Stderr);
+    }
+    System::new().block_on(carry_out(plan))
+}
+
+async fn carry_out(plan: Plan) -> Result<ExitCode> {
+    let mut interrupts = Interrupts::listen()?;
+    plan.note.into_iter().for_each(terminal::note);
+    let (transport, model) = match unless(interrupts.next(), connect(plan.target)).await {
+        Some(connected) => connected?,
+        None => return Ok(ExitCode::from(INTERRUPTED)),
+    };
+    let Plan { task, system, dialect, delivery, form, settings, stats, .. } = plan;
+    let output = Output::new(form, interrupts);
+    let mut client = Client { transport, model: Some(model), dialect, delivery, settings };
+    let mut dialog = Dialog { system, ..Dialog::default() };
+    let done = match task {
+        Task::Prompt(prompt) => {
+            dialog.ask(prompt);
+            one_answer(&mut client, &dialog, output, stats).await
+        }
+        Task::Chat { history } => chat(client, dialog, Terminal::new(output, history)?, stats).await,
+    };
+    match done {
+        // Whoever read the answer has read enough.
+        Err(error) if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
+        done => done,
+    }
+}
+
+/// The way to the model, and its name.
+async fn connect(target: Target) -> Result<(Box<dyn Transport>, String)> {
+    match target {
+        Target::Remote { server, model: Some(model) } => Ok((Box::new(server), model)),
+        Target::Remote { server, model: None } => {
+            let model = server.first_model().await?;
+            Ok((Box::new(server), model))
+        }
+        Target::Local(config) => {
+            let engine = start::engine(&config).await?;
+            let name = engine.model.name.clone();
+            Ok((Box::new(Local::new(ServeParts::from(&engine), config.server)), name))
+        }
+    }
+}
+
+async fn one_answer(
+    client: &mut Client,
+    dialog: &Dialog,
+    mut output: Output,
+    stats: bool,
+) -> Result<ExitCode> {
+    let outcome = exchange::answer(client, dialog, &mut output).await?;
+    output.end_line(&outcome.text)?;
+    if let Some(stats) = outcome.stats.filter(|_| stats) {
+        output.note(&stats);
+    }
+    match outcome.ending {
+        Ending::Complete | Ending::Cut => Ok(ExitCode::SUCCESS),
+        Ending::Interrupted => Ok(ExitCode::from(INTERRUPTED)),
+        Ending::Failed(failure) => {
+            if let (Form::Json, Some(body)) = (output.form, &failure.body) {
+                output.line(&body.to_string())?;
+            }
+            bail!(failure)
+        }
+    }
+}
+
+async fn chat(client: Client, dialog: Dialog, mut terminal: Terminal, stats: bool) -> Result<ExitCode> {
+    let name = escape::visible(client.model.as_deref().unwrap_or_default()).into_owned();
+    terminal.note(&format!("{name}: /help lists the commands, Ctrl-D ends the chat"));
+    Chat { client, dialog, console: &mut terminal, stats }.run().await?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}

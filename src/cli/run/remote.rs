@@ -1,0 +1,246 @@
+//! A server elsewhere, over HTTP. The client library blocks, so each exchange has a thread of its own. Nobody waits
+//! for a thread whose answer is no longer wanted: it hangs up when the next of it arrives, be it the head.
+//!
+//! Invariant: the API key is in the request's header and in no message.
+
+use super::transport::{Failure, Reply, Transport};
+use actix_web::web::Bytes;
+use futures_util::StreamExt;
+use futures_util::future::LocalBoxFuture;
+use futures_util::stream;
+use serde_json::Value;
+use std::io::Read;
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::thread;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest answer that does not come as events.
+const WHOLE_BYTES_MAX: u64 = 64 << 20;
+
+/// Where a server's API is, without the `/v1`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BaseUrl(String);
+
+impl FromStr for BaseUrl {
+    type Err = String;
+
+    /// Reads `http(s)://host:port`, with or without a path and `/v1` behind it.
+    fn from_str(text: &str) -> Result<BaseUrl, String> {
+        let rest = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://"));
+        let host = rest.ok_or("it must begin with http:// or https://")?.split('/').next().unwrap_or("");
+        if host.is_empty()
+            || text.contains(|c: char| c.is_whitespace() || c.is_control() || c == '?' || c == '#')
+        {
+            return Err("expected a URL such as http://127.0.0.1:8080".to_string());
+        }
+        let text = text.trim_end_matches('/');
+        Ok(BaseUrl(text.strip_suffix("/v1").unwrap_or(text).to_string()))
+    }
+}
+
+impl BaseUrl {
+    /// Whether what is sent there can be read by nobody on the way: it is encrypted, or stays on this machine.
+    pub fn is_private(&self) -> bool {
+        let Some(rest) = self.0.strip_prefix("http://") else { return true };
+        let authority = rest.split('/').next().unwrap_or_default();
+        // With these in it, host is what the client library's reading makes of it.
+        if authority.contains(['@', '\\', '%']) {
+            return false;
+        }
+        let host = match authority.strip_prefix('[') {
+            Some(rest) => rest.split(']').next().unwrap_or_default(),
+            None => authority.split(':').next().unwrap_or_default(),
+        };
+        host.eq_ignore_ascii_case("localhost") || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+    }
+}
+
+/// A server that speaks the OpenAI API.
+pub struct Remote {
+    agent: ureq::Agent,
+    base: BaseUrl,
+    /// The value of the Authorization header.
+    authorization: Option<String>,
+}
+
+impl Remote {
+    /// `key` must be of characters that a header can hold.
+    pub fn new(base: BaseUrl, key: Option<&str>) -> Remote {
+        // A connection for each exchange: one kept open might be closed by the time it is needed.
+        let agent = ureq::builder().timeout_connect(CONNECT_TIMEOUT).redirects(0).max_idle_connections(0);
+        let agent = agent.user_agent(concat!("mainstem/", env!("CARGO_PKG_VERSION"))).build();
+        Remote { agent, base, authorization: key.map(|key| format!("Bearer {key}")) }
+    }
+
+    /// The name of the first model that the server lists.
+    pub async fn first_model(&self) -> Result<String, Failure> {
+        let Arrival::Whole(bytes) = exchange(self.request("GET", "/v1/models"), None).await? else {
+            return Err(Failure::new("the server's list of models is no JSON"));
+        };
+        let list: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| Failure::new(format!("the server's list of models is no JSON: {error}")))?;
+        let name = list["data"][0]["id"].as_str().map(str::to_string);
+        name.ok_or_else(|| Failure::new("the server lists no model; name one"))
+    }
+
+    fn request(&self, method: &str, path: &str) -> ureq::Request {
+        let request = self.agent.request(method, &format!("{}{path}", self.base.0));
+        // Compressed events would wait in the server's compressor.
+        let request = request.set("Accept-Encoding", "identity");
+        match &self.authorization {
+            Some(value) => request.set("Authorization", value),
+            None => request,
+        }
+    }
+}
+
+impl Transport for Remote {
+    fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>> {
+        let request = self.request("POST", path).set("Content-Type", "application/json");
+        Box::pin(async move {
+            Ok(match exchange(request, Some(body.to_string())).await? {
+                Arrival::Whole(bytes) => Reply::Whole(bytes),
+                Arrival::Events(mut bytes) => {
+                    Reply::Events(stream::poll_fn(move |context| bytes.poll_recv(context)).boxed_local())
+                }
+            })
+        })
+    }
+}
+
+/// What arrives of an answer: all of it, or the end of the pipe through which it will come.
+enum Arrival {
+    Whole(Bytes),
+    Events(mpsc::Receiver<Result<Bytes, Failure>>),
+}
+
+async fn exchange(request: ureq::Request, body: Option<String>) -> Result<Arrival, Failure> {
+    let (sender, arrival) = oneshot::channel();
+    thread::Builder::new()
+        .name("http".to_string())
+        .spawn(move || carry(request, body, sender))
+        .map_err(|error| Failure::new(format!("cannot start a thread: {error}")))?;
+    arrival.await.unwrap_or_else(|_| Err(Failure::new("the connection failed")))
+}
+
+/// Sends the request and reads the answer, for as long as somebody waits for it.
+fn carry(request: ureq::Request, body: Option<String>, head: oneshot::Sender<Result<Arrival, Failure>>) {
+    let sent = match body {
+        Some(body) => request.send_string(&body),
+        None => request.call(),
+    };
+    let response = match sent.map_err(failure).and_then(success) {
+        Ok(response) if response.content_type() == "text/event-stream" => response,
+        other => {
+            let _ = head.send(other.and_then(whole));
+            return;
+        }
+    };
+    let (sender, receiver) = mpsc::channel(16);
+    if head.send(Ok(Arrival::Events(receiver))).is_ok() {
+        pump(response.into_reader(), &sender);
+    }
+}
+
+fn pump(mut body: impl Read, sender: &mpsc::Sender<Result<Bytes, Failure>>) {
+    let mut buffer = [0; 8192];
+    loop {
+        let piece = match body.read(&mut buffer) {
+            Ok(0) => return,
+            Ok(n) => Ok(Bytes::copy_from_slice(&buffer[..n])),
+            Err(error) => Err(Failure::new(format!("the connection broke: {error}"))),
+        };
+        let is_last = piece.is_err();
+        if sender.blocking_send(piece).is_err() || is_last {
+            return;
+        }
+    }
+}
+
+fn whole(response: ureq::Response) -> Result<Arrival, Failure> {
+    let mut bytes = Vec::new();
+    let read = response.into_reader().take(WHOLE_BYTES_MAX).read_to_end(&mut bytes);
+    read.map_err(|error| Failure::new(format!("the connection broke: {error}")))?;
+    Ok(Arrival::Whole(bytes.into()))
+}
+
+/// The response, unless it sends us elsewhere: whoever was asked is who must answer.
+fn success(response: ureq::Response) -> Result<ureq::Response, Failure> {
+    match response.status() {
+        200..=299 => Ok(response),
+        _ => Err(refusal(response)),
+    }
+}
+
+fn failure(error: ureq::Error) -> Failure {
+    match error {
+        ureq::Error::Status(_, response) => refusal(response),
+        ureq::Error::Transport(error) => Failure::new(error.to_string()),
+    }
+}
+
+/// What a response that is no success says.
+fn refusal(response: ureq::Response) -> Failure {
+    let status = format!("{} {}", response.status(), response.status_text());
+    let body = match whole(response) {
+        Ok(Arrival::Whole(bytes)) => serde_json::from_slice(&bytes).ok(),
+        _ => None,
+    };
+    match body.map(Failure::told) {
+        Some(told) => Failure { body: told.body, ..Failure::new(format!("{status}: {}", told.message)) },
+        None => Failure::new(format!("the server answered {status}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_is_taken_with_and_without_its_version() {
+        for (text, base) in [
+            ("http://127.0.0.1:8080", "http://127.0.0.1:8080"),
+            ("http://localhost:1/", "http://localhost:1"),
+            ("https://example.org/api/v1", "https://example.org/api"),
+            ("https://example.org/v1/", "https://example.org"),
+        ] {
+            assert_eq!(text.parse(), Ok(BaseUrl(base.to_string())));
+        }
+        for text in
+            ["localhost:8080", "ftp://host", "http://", "http:///v1", "http://a b", "http://host/?x=1"]
+        {
+            assert!(text.parse::<BaseUrl>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_leaves_the_machine_in_the_clear_is_not_private() {
+        let is_private = |text: &str| text.parse::<BaseUrl>().unwrap().is_private();
+        for text in [
+            "https://example.org",
+            "http://127.0.0.1:8080",
+            "http://127.1.2.3/api",
+            "http://[::1]:1/v1",
+            "http://LocalHost:8080",
+        ] {
+            assert!(is_private(text), "{text}");
+        }
+        for text in [
+            "http://example.org",
+            "http://192.168.0.1:8080",
+            "http://0.0.0.0:1",
+            "http://[fe80::1]:1",
+            "http://localhost.example.org",
+            "http://127.0.0.1.example.org:1",
+            "http://127.0.0.1@example.org",
+            "http://example.org\\@127.0.0.1",
+            "http://example.org/http://127.0.0.1",
+        ] {
+            assert!(!is_private(text), "{text}");
+        }
+    }
+}

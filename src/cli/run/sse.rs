@@ -1,0 +1,97 @@
+//! Server-sent events: bytes, cut anywhere, to the data of each event. Comments and all fields but `data` are
+//! passed over, as the APIs use no other.
+//!
+//! Invariant: what comes out does not depend on where the bytes were cut.
+
+/// Longest event that is taken; a server that sends more is broken.
+const EVENT_BYTES_MAX: usize = 16 << 20;
+
+/// What has been read of an event.
+#[derive(Debug, Default)]
+pub struct Parser {
+    line: Vec<u8>,
+    data: Option<Vec<u8>>,
+    /// The last byte was a carriage return, which a line feed may still belong to.
+    returned: bool,
+}
+
+/// An event is longer than 16 MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the server sent an event of more than 16 MiB")]
+pub struct TooLong;
+
+impl Parser {
+    /// Reads on, and gives the data of the events that end within `bytes`.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, TooLong> {
+        let mut events = Vec::new();
+        for &byte in bytes {
+            match byte {
+                b'\n' if self.returned => {}
+                b'\n' | b'\r' => events.extend(self.end_line()),
+                _ => self.line.push(byte),
+            }
+            self.returned = byte == b'\r';
+        }
+        let held = self.line.len() + self.data.as_ref().map_or(0, Vec::len);
+        if held > EVENT_BYTES_MAX { Err(TooLong) } else { Ok(events) }
+    }
+
+    /// The event that an empty line ends; any other line adds to it.
+    fn end_line(&mut self) -> Option<String> {
+        if self.line.is_empty() {
+            return self.data.take().map(|data| String::from_utf8_lossy(&data).into_owned());
+        }
+        let colon = self.line.iter().position(|&byte| byte == b':').unwrap_or(self.line.len());
+        let (name, value) = self.line.split_at(colon);
+        if name == b"data" {
+            let value = value.strip_prefix(b":").unwrap_or(value);
+            let value = value.strip_prefix(b" ").unwrap_or(value);
+            match &mut self.data {
+                None => self.data = Some(value.to_vec()),
+                Some(data) => {
+                    data.push(b'\n');
+                    data.extend_from_slice(value);
+                }
+            }
+        }
+        self.line.clear();
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAM: &str = ": a comment\n\nid: 7\nevent: note\n\
+                          data: {\"text\":\"Grüße 🌊\"}\n\ndata:first\r\ndata:  second\r\
+                          \r\ndata\n\n:keep-alive\n\ndata: [DONE]\n\ndata: never ended\n";
+
+    fn expected() -> Vec<&'static str> {
+        vec!["{\"text\":\"Grüße 🌊\"}", "first\n second", "", "[DONE]"]
+    }
+
+    fn read<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
+        let mut parser = Parser::default();
+        pieces.into_iter().flat_map(|piece| parser.push(piece).expect("the events are short")).collect()
+    }
+
+    #[test]
+    fn a_stream_cut_at_any_byte_reads_the_same() {
+        let bytes = STREAM.as_bytes();
+        assert_eq!(read([bytes]), expected());
+        assert_eq!(read(bytes.chunks(1)), expected());
+        for cut in 0..=bytes.len() {
+            let (before, after) = bytes.split_at(cut);
+            assert_eq!(read([before, after]), expected(), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn an_event_without_end_is_refused() {
+        let mut parser = Parser::default();
+        let piece = vec![b'x'; 1 << 20];
+        let refused = (0..17).map(|_| parser.push(&piece)).find_map(Result::err);
+        assert_eq!(refused, Some(TooLong));
+    }
+}

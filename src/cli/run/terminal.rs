@@ -1,0 +1,215 @@
+//! The user's terminal: the line editor with its history, colours, Ctrl-C; and plain output for
+//! everything that is no terminal.
+//!
+//! Invariant: escape sequences are ours alone, and go to terminals alone.
+
+use super::chat::{Console, Input, Mark};
+use super::client::Chunk;
+use super::exchange::Screen;
+use crate::cli::escape::visible;
+use actix::Arbiter;
+use anyhow::{Context, Result};
+use futures_util::future::LocalBoxFuture;
+use rustyline::error::ReadlineError;
+use rustyline::history::FileHistory;
+use rustyline::{Config, Editor};
+use std::fs::{DirBuilder, OpenOptions};
+use std::future::pending;
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+const HISTORY_ENTRIES_MAX: usize = 1000;
+
+/// Ctrl-C, while it is not the line editor's.
+pub struct Interrupts(UnboundedReceiver<()>);
+
+impl Interrupts {
+    /// Listens from now on; the process is no longer ended by the signal.
+    pub fn listen() -> Result<Interrupts> {
+        let mut signal = signal(SignalKind::interrupt()).context("cannot listen for signals")?;
+        let (sender, receiver) = unbounded_channel();
+        // On a thread of its own: the line editor blocks this one, and signals that come meanwhile must not
+        // wait for the next answer.
+        Arbiter::new()
+            .spawn(async move { while signal.recv().await.is_some() && sender.send(()).is_ok() {} });
+        Ok(Interrupts(receiver))
+    }
+
+    /// Waits for the next one.
+    pub async fn next(&mut self) {
+        if self.0.recv().await.is_none() {
+            pending().await
+        }
+    }
+
+    /// Forgets those that came while nothing was to be interrupted.
+    fn forget(&mut self) {
+        while self.0.try_recv().is_ok() {}
+    }
+}
+
+/// Standard output, and what the user gets to see there.
+pub struct Output {
+    pub form: Form,
+    is_terminal: bool,
+    interrupts: Interrupts,
+}
+
+/// In which form answers are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    Text,
+    /// The API's JSON, an object on each line.
+    Json,
+}
+
+impl Output {
+    pub fn new(form: Form, interrupts: Interrupts) -> Output {
+        Output { form, is_terminal: io::stdout().is_terminal(), interrupts }
+    }
+
+    /// Ends the line that `text` has left open, for the sake of what a terminal shows next.
+    pub fn end_line(&mut self, text: &str) -> io::Result<()> {
+        match self.is_terminal && self.form == Form::Text && !text.is_empty() && !text.ends_with('\n') {
+            true => self.line(""),
+            false => Ok(()),
+        }
+    }
+
+    /// Prints a line.
+    pub fn line(&mut self, line: &str) -> io::Result<()> {
+        writeln!(io::stdout(), "{line}")
+    }
+}
+
+impl Screen for Output {
+    fn show(&mut self, chunk: &Chunk) -> io::Result<()> {
+        match self.form {
+            Form::Json => return self.line(&chunk.json),
+            Form::Text if self.is_terminal => write!(io::stdout(), "{}", visible(&chunk.text))?,
+            Form::Text => write!(io::stdout(), "{}", chunk.text)?,
+        }
+        io::stdout().flush()
+    }
+
+    fn note(&mut self, text: &str) {
+        note(text);
+    }
+
+    fn interrupted(&mut self) -> LocalBoxFuture<'_, ()> {
+        Box::pin(self.interrupts.next())
+    }
+}
+
+/// The line editor above, answers below.
+pub struct Terminal {
+    output: Output,
+    editor: Editor<(), FileHistory>,
+    /// Where entries are kept; `None` keeps them for this conversation only.
+    history: Option<PathBuf>,
+}
+
+impl Terminal {
+    /// A terminal whose history is kept in the file, if one is named and it can be.
+    pub fn new(output: Output, history: Option<PathBuf>) -> Result<Terminal> {
+        let config = Config::builder()
+            .max_history_size(HISTORY_ENTRIES_MAX)
+            .and_then(|config| config.history_ignore_dups(true))
+            .context("cannot set up the line editor")?
+            .build();
+        let mut editor = Editor::with_config(config).context("cannot set up the line editor")?;
+        // A helper that does nothing: without one the mark has no colour.
+        editor.set_helper(Some(()));
+        let mut terminal = Terminal { output, editor, history };
+        if let Some(file) = terminal.history.take() {
+            match terminal.open_history(&file) {
+                Ok(()) => terminal.history = Some(file),
+                Err(error) => terminal.note(&format!("no history is kept in {}: {error:#}", file.display())),
+            }
+        }
+        Ok(terminal)
+    }
+
+    fn open_history(&mut self, file: &Path) -> Result<()> {
+        private_file(file)?;
+        Ok(self.editor.load_history(file)?)
+    }
+}
+
+impl Screen for Terminal {
+    fn show(&mut self, chunk: &Chunk) -> io::Result<()> {
+        self.output.show(chunk)
+    }
+
+    fn note(&mut self, text: &str) {
+        self.output.note(text);
+    }
+
+    fn interrupted(&mut self) -> LocalBoxFuture<'_, ()> {
+        self.output.interrupted()
+    }
+}
+
+impl Console for Terminal {
+    fn read(&mut self, mark: Mark) -> io::Result<Input> {
+        let mark = match mark {
+            Mark::Question => "> ",
+            Mark::Continued => ". ",
+        };
+        let line = self.editor.readline(&(mark, paint(CYAN, mark, true)));
+        self.output.interrupts.forget();
+        match line {
+            Ok(line) => Ok(Input::Line(line)),
+            Err(ReadlineError::Interrupted) => Ok(Input::Interrupt),
+            Err(ReadlineError::Eof) => Ok(Input::End),
+            Err(ReadlineError::Io(error)) => Err(error),
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+
+    fn remember(&mut self, entry: &str) {
+        // History is a convenience: a full disk does not end the conversation.
+        let _ = self.editor.add_history_entry(entry);
+        if let Some(file) = &self.history {
+            let _ = self.editor.append_history(file);
+        }
+    }
+
+    fn end_answer(&mut self, text: &str) -> io::Result<()> {
+        self.output.end_line(text)
+    }
+}
+
+/// Makes sure that the file is there and nobody else can read it.
+fn private_file(file: &Path) -> Result<()> {
+    if let Some(folder) = file.parent() {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
+    let file = OpenOptions::new().create(true).append(true).mode(0o600).open(file)?;
+    Ok(file.set_permissions(PermissionsExt::from_mode(0o600))?)
+}
+
+/// The history's file in the user's state folder, if there is such a folder.
+pub fn history_file() -> Option<PathBuf> {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state")))?;
+    Some(state.join("mainstem/history"))
+}
+
+/// Tells the user something, on standard error. It may be closed; a note is not worth failing for.
+pub fn note(text: &str) {
+    let _ = writeln!(io::stderr(), "{}", paint(DIM, text, io::stderr().is_terminal()));
+}
+
+const DIM: &str = "2";
+const CYAN: &str = "36";
+
+/// The text in a style, if it goes to a terminal that wants colours.
+fn paint(style: &str, text: &str, is_terminal: bool) -> String {
+    let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let is_plain = set("NO_COLOR") || std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    if is_terminal && !is_plain { format!("\x1b[{style}m{text}\x1b[0m") } else { text.to_string() }
+}

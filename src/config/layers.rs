@@ -1,0 +1,442 @@
+//! Settings laid over each other: the defaults, then a file, the environment, the command line. A layer is
+//! read into keys with their values; whoever comes later replaces a value and who is to blame for it.
+//!
+//! Invariant: only keys of the defaults are ever set, and every value knows where it was said.
+
+use super::DEFAULTS;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use toml::Value;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+
+/// Where a value was set; later ones go before earlier ones.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Source {
+    Defaults,
+    /// A file, at a line (from 1) unless the file as a whole is meant.
+    File {
+        path: PathBuf,
+        line: Option<usize>,
+    },
+    /// The variable's name.
+    Environment(String),
+    CommandLine,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Defaults => write!(f, "defaults"),
+            Source::File { path, line: None } => write!(f, "{}", path.display()),
+            Source::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
+            Source::Environment(variable) => write!(f, "environment variable {variable}"),
+            Source::CommandLine => write!(f, "command line"),
+        }
+    }
+}
+
+/// What is wrong with the configuration, and where it was said.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{origin}: {message}")]
+pub struct ConfigError {
+    pub origin: Source,
+    pub message: String,
+}
+
+/// What a subcommand brings along: the flags it was given, above every other layer, and defaults of its own,
+/// beneath every other but the defaults of all.
+#[derive(Clone, Default)]
+pub struct Overrides {
+    flags: Vec<(&'static str, Value)>,
+    defaults: Vec<(&'static str, Value)>,
+}
+
+impl Overrides {
+    /// Sets `key` (such as `server.port`) if there is a value.
+    pub fn set(&mut self, key: &'static str, value: Option<impl Into<Value>>) {
+        self.flags.extend(value.map(|value| (key, value.into())));
+    }
+
+    /// The value of `key` if no layer says another.
+    pub fn set_default(&mut self, key: &'static str, value: impl Into<Value>) {
+        self.defaults.push((key, value.into()));
+    }
+}
+
+const PREFIX: &str = "MAINSTEM_";
+
+/// Names the configuration file when no flag does.
+pub const CONFIG_VARIABLE: &str = "MAINSTEM_CONFIG";
+
+/// The environment variable that sets `key`: `server.port` is `MAINSTEM_SERVER_PORT`.
+pub fn variable(key: &str) -> String {
+    format!("{PREFIX}{}", key.replace('.', "_").to_uppercase())
+}
+
+/// The variables that are meant for this program, by name.
+pub(super) type Environment = BTreeMap<String, OsString>;
+
+/// What the process was started with.
+pub(super) fn process_environment() -> Environment {
+    let named = std::env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value));
+    named.filter(|(name, _)| name.starts_with(PREFIX)).collect()
+}
+
+/// Values that no message may show.
+const SECRETS: [&str; 1] = ["server.api_keys"];
+
+/// Every key with its default, and what has been said over it.
+pub(super) struct Settings {
+    defaults: BTreeMap<String, Value>,
+    set: BTreeMap<String, (Source, Value)>,
+}
+
+impl Settings {
+    pub fn new() -> Settings {
+        let said = read(DEFAULTS).expect("the defaults are valid TOML; anything else is a bug");
+        let keys = said.into_iter().filter_map(|(_, said)| match said {
+            Said::Key(key, value) => Some((key, value)),
+            Said::Section(_) | Said::Bare(_) => None,
+        });
+        Settings { defaults: keys.collect(), set: BTreeMap::new() }
+    }
+
+    /// Puts the subcommand's own defaults in the place of those of all.
+    pub fn add_defaults(&mut self, overrides: &Overrides) {
+        for (key, value) in &overrides.defaults {
+            let default = self.defaults.get_mut(*key);
+            *default.unwrap_or_else(|| panic!("'{key}' is not in the defaults; this is a bug")) =
+                value.clone();
+        }
+    }
+
+    pub fn add_file(&mut self, path: &Path) -> Result<(), ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|e| ConfigError {
+            origin: Source::File { path: path.to_path_buf(), line: None },
+            message: e.to_string(),
+        })?;
+        self.add_text(path, &text)
+    }
+
+    /// Adds what the file `path` says.
+    pub fn add_text(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
+        let at = |line| Source::File { path: path.to_path_buf(), line: Some(line) };
+        let said = read(text).map_err(|(line, message)| ConfigError { origin: at(line), message })?;
+        for (line, said) in said {
+            match said {
+                Said::Key(key, value) => self.set(&key, at(line), value)?,
+                Said::Section(name) => self.know_section(&name, at(line))?,
+                Said::Bare(name) if self.sections().any(|section| section == name) => {
+                    let message = format!("'{name}' is a section: its keys stand under [{name}]");
+                    return Err(ConfigError { origin: at(line), message });
+                }
+                Said::Bare(name) => return Err(self.unknown_key(&name, at(line))),
+            }
+        }
+        Ok(())
+    }
+
+    pub fn add_environment(&mut self, environment: Environment) -> Result<(), ConfigError> {
+        for (name, text) in environment {
+            let key = self.defaults.keys().find(|key| variable(key) == name).cloned();
+            let key = key.ok_or_else(|| self.unknown_variable(&name))?;
+            let origin = Source::Environment(name);
+            match text.into_string() {
+                Ok(text) => {
+                    let value = value_of(text, &self.defaults[&key]);
+                    self.set.insert(key, (origin, value));
+                }
+                Err(_) => return Err(ConfigError { origin, message: format!("{key}: is not UTF-8") }),
+            }
+        }
+        Ok(())
+    }
+
+    pub fn add_flags(&mut self, flags: Overrides) -> Result<(), ConfigError> {
+        flags.flags.into_iter().try_for_each(|(key, value)| self.set(key, Source::CommandLine, value))
+    }
+
+    fn set(&mut self, key: &str, origin: Source, value: Value) -> Result<(), ConfigError> {
+        if !self.defaults.contains_key(key) {
+            return Err(self.unknown_key(key, origin));
+        }
+        self.set.insert(key.to_string(), (origin, value));
+        Ok(())
+    }
+
+    /// The value of `key` as `parse` reads it.
+    pub fn get<T>(&self, key: &str, parse: impl Fn(&Value) -> Result<T, String>) -> Result<T, ConfigError> {
+        parse(self.find(key).1).map_err(|reason| self.fault(key, &reason))
+    }
+
+    /// Who set `key`.
+    pub fn source(&self, key: &str) -> Source {
+        self.find(key).0
+    }
+
+    /// The error that blames who set `key`.
+    pub fn fault(&self, key: &str, reason: &str) -> ConfigError {
+        let (origin, value) = self.find(key);
+        let shown = if SECRETS.contains(&key) { "(hidden)".to_string() } else { value.to_string() };
+        ConfigError { origin, message: format!("{key} = {shown}: {reason}") }
+    }
+
+    fn find(&self, key: &str) -> (Source, &Value) {
+        match (self.set.get(key), self.defaults.get(key)) {
+            (Some((source, value)), _) => (source.clone(), value),
+            (None, Some(value)) => (Source::Defaults, value),
+            (None, None) => panic!("'{key}' is not in the defaults; this is a bug"),
+        }
+    }
+
+    fn sections(&self) -> impl Iterator<Item = &str> {
+        self.defaults.keys().map(|key| split(key).0)
+    }
+
+    fn know_section(&self, name: &str, origin: Source) -> Result<(), ConfigError> {
+        if self.sections().any(|section| section == name) {
+            return Ok(());
+        }
+        let nearest = self.sections().min_by_key(|section| distance(section, name));
+        let nearest = nearest.expect("there are sections");
+        let message = format!("there is no section '{name}'; the nearest is '{nearest}'");
+        Err(ConfigError { origin, message })
+    }
+
+    fn unknown_key(&self, key: &str, origin: Source) -> ConfigError {
+        let nearest = nearest(key, self.defaults.keys().map(String::as_str));
+        ConfigError { origin, message: format!("there is no key '{key}'; the nearest is '{nearest}'") }
+    }
+
+    fn unknown_variable(&self, name: &str) -> ConfigError {
+        let key = name[PREFIX.len()..].to_lowercase().replacen('_', ".", 1);
+        let nearest = variable(nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"])));
+        let message = format!("there is no such setting; the nearest is {nearest}");
+        ConfigError { origin: Source::Environment(name.to_string()), message }
+    }
+
+    /// Every key.
+    #[cfg(test)]
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.defaults.keys().map(String::as_str)
+    }
+}
+
+/// What a TOML text says in one place.
+enum Said {
+    /// A section begins.
+    Section(String),
+    /// `section.name` has a value.
+    Key(String, Value),
+    /// A name that is no section's has a value.
+    Bare(String),
+}
+
+/// All that `text` says, by line, from the top; or what is wrong with it, and in which line. Of the text
+/// itself nothing is shown: it may hold secrets.
+fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
+    let line_at = |offset: usize| 1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count();
+    let document = DeTable::parse(text)
+        .map_err(|e| (line_at(e.span().map_or(0, |span| span.start)), e.message().to_string()))?;
+    let mut all = Vec::new();
+    for (section, value) in document.into_inner() {
+        let line = line_at(section.span().start);
+        let section = section.into_inner();
+        let DeValue::Table(keys) = value.into_inner() else {
+            all.push((line, Said::Bare(section.into_owned())));
+            continue;
+        };
+        all.push((line, Said::Section(section.to_string())));
+        for (name, value) in keys {
+            let line = line_at(name.span().start);
+            let key = format!("{section}.{}", name.into_inner());
+            let value = Value::deserialize(ValueDeserializer::from(value))
+                .map_err(|_| (line, format!("{key}: the number is too large")))?;
+            all.push((line, Said::Key(key, value)));
+        }
+    }
+    all.sort_by_key(|(line, _)| *line);
+    Ok(all)
+}
+
+/// What a variable's text says for a key with this default: a text where the key takes one; a list in
+/// TOML's form or with commas; else a value in TOML's form. What cannot be read stays a text, and is
+/// refused as one.
+fn value_of(text: String, default: &Value) -> Value {
+    let trimmed = text.trim();
+    match default {
+        Value::String(_) => Value::String(text),
+        Value::Array(_) if !trimmed.starts_with('[') => {
+            Value::Array(trimmed.split(',').map(|item| Value::from(item.trim())).collect())
+        }
+        _ => trimmed.parse().unwrap_or(Value::String(text)),
+    }
+}
+
+/// `section.name` in its two parts.
+fn split(key: &str) -> (&str, &str) {
+    key.split_once('.').unwrap_or(("", key))
+}
+
+/// The one of `keys` that was most likely meant by `word`: near it as a whole, near with its section left
+/// out, or near in another section.
+fn nearest<'a>(word: &str, keys: impl Iterator<Item = &'a str>) -> &'a str {
+    let undotted = word.replace('.', "_");
+    let cost = |key: &str| {
+        let name = split(key).1;
+        let whole = distance(word, key).min(distance(&undotted, name));
+        whole.min(1 + distance(split(word).1, name))
+    };
+    keys.min_by_key(|key| cost(key)).expect("there are keys")
+}
+
+/// Edits (insert, delete, replace a character) between two words.
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error_of(toml: &str) -> String {
+        Settings::new().add_text(Path::new("some.toml"), toml).unwrap_err().to_string()
+    }
+
+    fn environment(variables: &[(&str, &str)]) -> Environment {
+        variables.iter().map(|(name, text)| (name.to_string(), OsString::from(text))).collect()
+    }
+
+    #[test]
+    fn an_unknown_key_is_told_with_its_line_and_the_nearest() {
+        assert_eq!(
+            error_of("# A comment\n[server]\n\nprot = 1"),
+            "some.toml:4: there is no key 'server.prot'; the nearest is 'server.port'"
+        );
+        for (toml, part) in [
+            ("[server]\nslots = 1", "2: there is no key 'server.slots'; the nearest is 'scheduler.slots'"),
+            ("slots = 1", "1: there is no key 'slots'; the nearest is 'scheduler.slots'"),
+            ("\"server.port\" = 1", "1: there is no key 'server.port'"),
+            ("[server.tls]\ncert = 1", "1: there is no key 'server.tls'"),
+            ("[schedular]\nslots = 1", "1: there is no section 'schedular'; the nearest is 'scheduler'"),
+            ("\n[schedular]", "2: there is no section 'schedular'"),
+            ("[kv]\n[log]\nx = 1\ny = 2\n[server]\na = 1", "3: there is no key 'log.x'"),
+        ] {
+            let error = error_of(toml);
+            assert!(error.starts_with("some.toml:") && error.contains(part), "{toml}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_section_that_is_none_is_told() {
+        let message = "'server' is a section: its keys stand under [server]";
+        assert_eq!(error_of("server = 1"), format!("some.toml:1: {message}"));
+        assert_eq!(error_of("\n[[server]]\nport = 1"), format!("some.toml:2: {message}"));
+    }
+
+    #[test]
+    fn what_is_no_toml_is_told_with_its_line_but_not_shown() {
+        assert_eq!(error_of("[server]\nport = 1\nport = 2"), "some.toml:3: duplicate key");
+        assert!(error_of("[kv]\n[server]\n[kv]").starts_with("some.toml:3: "));
+        for toml in [
+            "[server]\n\n\napi_keys = [\"secret, \"b\"]",
+            "[server]\n\n\napi_keys = secret",
+            "[server]\n\n\napi_keys = [99999999999999999999999999999999999999999]",
+        ] {
+            let error = error_of(toml);
+            assert!(error.starts_with("some.toml:4: "), "{error}");
+            assert!(!error.contains("secret") && !error.contains("999"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_secret_is_hidden_wherever_it_stands() {
+        let mut settings = Settings::new();
+        settings.add_text(Path::new("f"), "[server]\napi_keys = \"secret\"").unwrap();
+        let error = settings.get("server.api_keys", |_| Err::<(), _>("no".to_string())).unwrap_err();
+        assert_eq!(error.to_string(), "f:2: server.api_keys = (hidden): no");
+    }
+
+    #[test]
+    fn an_unknown_variable_is_told_with_the_nearest() {
+        for (name, nearest) in [
+            ("MAINSTEM_SERVER_PROT", "MAINSTEM_SERVER_PORT"),
+            ("MAINSTEM_PORT", "MAINSTEM_SERVER_PORT"),
+            ("MAINSTEM_API_KEY", "MAINSTEM_SERVER_API_KEYS"),
+            ("MAINSTEM_CONFG", "MAINSTEM_CONFIG"),
+            ("MAINSTEM_", "MAINSTEM_"),
+        ] {
+            let error = Settings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
+            assert_eq!(error.origin, Source::Environment(name.into()));
+            assert!(error.message.contains(&format!("the nearest is {nearest}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_two_keys_share_a_variable() {
+        let mut variables: Vec<_> = Settings::new().keys().map(variable).collect();
+        let keys = variables.len();
+        variables.push(CONFIG_VARIABLE.into());
+        variables.sort();
+        variables.dedup();
+        assert_eq!(variables.len(), keys + 1);
+    }
+
+    #[test]
+    fn variables_are_read_as_the_key_wants_them() {
+        let mut settings = Settings::new();
+        // What a file said wrongly does not change how the variable over it is read.
+        settings.add_text(Path::new("f"), "[server]\nport = \"x\"").unwrap();
+        let variables = environment(&[
+            ("MAINSTEM_SERVER_PORT", " 81 "),
+            ("MAINSTEM_SERVER_WORKERS", "many"),
+            ("MAINSTEM_MODEL_SERVED_NAME", "7"),
+            ("MAINSTEM_SERVER_API_KEYS", "a, b"),
+            ("MAINSTEM_SERVER_CORS_ORIGINS", "[\"https://a.b\"]"),
+        ]);
+        settings.add_environment(variables).unwrap();
+        let value = |key: &str| settings.find(key).1.clone();
+        assert_eq!(value("server.port"), Value::Integer(81));
+        assert_eq!(value("server.workers"), Value::from("many"));
+        assert_eq!(value("model.served_name"), Value::from("7"));
+        assert_eq!(value("server.api_keys"), Value::from(vec!["a", "b"]));
+        assert_eq!(value("server.cors_origins"), Value::from(vec!["https://a.b"]));
+        let fault = settings.fault("server.workers", "no").to_string();
+        assert_eq!(fault, "environment variable MAINSTEM_SERVER_WORKERS: server.workers = \"many\": no");
+    }
+
+    #[test]
+    fn later_layers_go_before_earlier_ones_and_are_blamed() {
+        let mut settings = Settings::new();
+        let text = "[server]\nport = 1\nworkers = 1\nhost = \"a\"\n";
+        settings.add_text(Path::new("some.toml"), text).unwrap();
+        settings
+            .add_environment(environment(&[("MAINSTEM_SERVER_PORT", "2"), ("MAINSTEM_SERVER_WORKERS", "2")]))
+            .unwrap();
+        let mut flags = Overrides::default();
+        flags.set("server.port", Some(3));
+        flags.set("server.host", None::<String>);
+        settings.add_flags(flags).unwrap();
+        let found =
+            ["port", "workers", "host", "retry_after"].map(|name| settings.find(&format!("server.{name}")));
+        let values: Vec<_> = found.iter().map(|(_, value)| value.to_string()).collect();
+        assert_eq!(values, ["3", "2", "\"a\"", "\"1s\""]);
+        assert_eq!(found[0].0, Source::CommandLine);
+        assert_eq!(found[1].0, Source::Environment("MAINSTEM_SERVER_WORKERS".into()));
+        assert_eq!(found[2].0, Source::File { path: "some.toml".into(), line: Some(4) });
+        assert_eq!(found[3].0, Source::Defaults);
+        assert!(found.windows(2).all(|pair| pair[0].0 > pair[1].0), "sources have the layers' order");
+    }
+}

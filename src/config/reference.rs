@@ -1,0 +1,73 @@
+//! The keys for whoever reads about them: `config/mainstem.toml` as the tables of `docs/configuration.md`.
+//!
+//! Invariant: what a table says of a key is that file's comment on it, and nothing else.
+
+use super::{DEFAULTS, variable};
+
+/// A key as the file of defaults has it.
+struct Key {
+    /// With its section.
+    name: String,
+    /// As it is written in TOML.
+    default: String,
+    /// The comment above it; empty if there is none.
+    meaning: String,
+}
+
+/// Every key, by section, in Markdown. `flag` gives what sets a key on the command line.
+pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
+    let mut page = String::new();
+    let mut section = String::new();
+    for Key { name, default, meaning } in keys() {
+        let (its_section, _) = name.split_once('.').expect("a key has a section; anything else is a bug");
+        if its_section != section {
+            section = its_section.to_string();
+            page += &format!("\n### [{section}]\n\n{TABLE_HEAD}");
+        }
+        let flag = flag(&name).map(|flag| format!("`{flag}`")).unwrap_or_default();
+        let variable = variable(&name);
+        page += &format!("| `{name}` | `{default}` | {meaning} | {flag} | `{variable}` |\n");
+    }
+    page
+}
+
+const TABLE_HEAD: &str = "| key | default | meaning | flag | environment variable |\n|---|---|---|---|---|\n";
+
+/// The keys in the file's order.
+fn keys() -> Vec<Key> {
+    let mut keys = Vec::new();
+    let (mut section, mut comment) = ("", Vec::new());
+    for line in DEFAULTS.lines() {
+        if let Some(words) = line.strip_prefix('#') {
+            comment.push(words.trim());
+        } else if let Some((name, default)) = line.split_once(" = ") {
+            let meaning = std::mem::take(&mut comment).join(" ");
+            let name = format!("{section}.{name}");
+            keys.push(Key { name, default: default.to_string(), meaning });
+        } else {
+            comment.clear();
+            section = line.trim_matches(['[', ']']).trim();
+        }
+    }
+    keys
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_has_a_comment_that_fits_a_table() {
+        for Key { name, meaning, .. } in keys() {
+            assert!(meaning.ends_with('.') && meaning.len() > 10, "{name}: {meaning}");
+            assert!(!meaning.contains('|') && !meaning.contains("  "), "{name}: {meaning}");
+        }
+    }
+
+    #[test]
+    fn the_keys_are_those_of_the_file() {
+        let mut names: Vec<_> = keys().into_iter().map(|key| key.name).collect();
+        names.sort();
+        assert!(names.iter().map(String::as_str).eq(super::super::layers::Settings::new().keys()));
+    }
+}

@@ -1,0 +1,190 @@
+//! What the values of keys may be: each reader turns what a layer says into what a consumer gets, or says
+//! what was expected.
+//!
+//! Invariant: what is said against a secret never repeats it.
+
+use super::{KvSize, PAGE_UNIT};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use toml::Value;
+use tracing_subscriber::EnvFilter;
+
+pub(super) fn text(value: &Value) -> Result<String, String> {
+    value.as_str().map(str::to_string).ok_or_else(|| "expected a text".to_string())
+}
+
+pub(super) fn some_text(value: &Value) -> Result<String, String> {
+    text(value).and_then(|s| if s.is_empty() { Err("must not be empty".to_string()) } else { Ok(s) })
+}
+
+/// A file or folder; "" is none.
+pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
+    text(value).map(|path| (!path.is_empty()).then(|| path.into()))
+}
+
+/// A list of texts, each as `check` has it.
+pub(super) fn texts(value: &Value, check: fn(&str) -> Result<(), String>) -> Result<Vec<String>, String> {
+    let expected = || "expected a list of texts".to_string();
+    let mut texts = Vec::new();
+    for item in value.as_array().ok_or_else(expected)? {
+        let text = item.as_str().ok_or_else(expected)?;
+        check(text)?;
+        texts.push(text.to_string());
+    }
+    Ok(texts)
+}
+
+/// A key must survive a header, where spaces end it.
+pub(super) fn api_key(key: &str) -> Result<(), String> {
+    if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err("a key must have printable characters of ASCII, and no space".to_string());
+    }
+    Ok(())
+}
+
+/// The keys in the file, one in a line. A file that holds none is refused, or everybody would be let in.
+pub(super) fn keys_in(file: &Path) -> Result<Vec<String>, String> {
+    let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
+    let mut keys = Vec::new();
+    for (index, line) in text.lines().map(str::trim).enumerate() {
+        if !line.is_empty() && !line.starts_with('#') {
+            api_key(line).map_err(|reason| format!("line {}: {reason}", index + 1))?;
+            keys.push(line.to_string());
+        }
+    }
+    if keys.is_empty() { Err("the file holds no key".to_string()) } else { Ok(keys) }
+}
+
+/// Origins as browsers send them, or "*" alone.
+pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
+    let origins = texts(value, origin)?;
+    if origins.len() > 1 && origins.iter().any(|origin| origin == "*") {
+        return Err("\"*\" is every origin: it must stand alone".to_string());
+    }
+    Ok(origins)
+}
+
+fn origin(origin: &str) -> Result<(), String> {
+    let host = origin.split_once("://").filter(|(scheme, _)| !scheme.is_empty()).map(|(_, host)| host);
+    let is_host = |host: &str| {
+        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_graphic() && !b"/*?#@,".contains(&byte))
+    };
+    if origin == "*" || host.is_some_and(is_host) {
+        return Ok(());
+    }
+    Err("an origin must be \"*\" or like \"https://example.com\" or \"http://localhost:3000\"".to_string())
+}
+
+/// The address of a web service; "" is none.
+pub(super) fn url(value: &Value) -> Result<Option<String>, String> {
+    let url = text(value)?;
+    let host = url.strip_prefix("https://").or(url.strip_prefix("http://"));
+    match host.map(str::is_empty) {
+        None if url.is_empty() => Ok(None),
+        Some(false) => Ok(Some(url)),
+        _ => Err("must begin with https:// or http://".to_string()),
+    }
+}
+
+pub(super) fn integer(value: &Value, min: i64, max: i64) -> Result<usize, String> {
+    let number = value.as_integer().ok_or("expected a whole number")?;
+    if !(min..=max).contains(&number) {
+        return Err(format!("must be from {min} to {max}"));
+    }
+    Ok(number as usize)
+}
+
+/// The meaning of the word that `value` is.
+pub(super) fn one_of<T: Copy>(value: &Value, words: &[(&str, T)]) -> Result<T, String> {
+    let hit = value.as_str().and_then(|word| words.iter().find(|(name, _)| *name == word));
+    hit.map(|(_, meaning)| *meaning).ok_or_else(|| {
+        let names: Vec<_> = words.iter().map(|(name, _)| format!("\"{name}\"")).collect();
+        format!("must be one of {}", names.join(", "))
+    })
+}
+
+/// A number and the unit behind it.
+fn number_and_unit(text: &str) -> Result<(f64, &str), String> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let number = text[..end].parse().map_err(|_| "must begin with a number".to_string())?;
+    Ok((number, text[end..].trim()))
+}
+
+pub(super) fn duration(value: &Value) -> Result<Duration, String> {
+    let text = value.as_str().ok_or("expected a duration such as \"250ms\" or \"4s\"")?;
+    let (number, unit) = number_and_unit(text)?;
+    let seconds = match unit {
+        "ms" => 1e-3,
+        "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        _ => return Err("the unit must be ms, s, m or h".to_string()),
+    };
+    let limit_s = 366.0 * 86400.0;
+    if number * seconds > limit_s {
+        return Err("must be at most a year".to_string());
+    }
+    Ok(Duration::from_secs_f64(number * seconds))
+}
+
+pub(super) fn some_duration(value: &Value) -> Result<Duration, String> {
+    duration(value).and_then(|d| if d.is_zero() { Err("must not be zero".to_string()) } else { Ok(d) })
+}
+
+pub(super) fn whole_seconds(value: &Value) -> Result<Duration, String> {
+    let duration = some_duration(value)?;
+    if duration.subsec_nanos() > 0 { Err("must be whole seconds".to_string()) } else { Ok(duration) }
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    let (number, unit) = number_and_unit(text)?;
+    let scale: u64 = match unit {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
+        "kB" | "KB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "TB" => 1_000_000_000_000,
+        _ => return Err("the unit must be B, KiB, MiB, GiB, TiB, kB, MB, GB or TB".to_string()),
+    };
+    let bytes = number * scale as f64;
+    if bytes > (1u64 << 50) as f64 { Err("must be at most 1024TiB".to_string()) } else { Ok(bytes as u64) }
+}
+
+/// A size in bytes, given as a text with a unit or as a number.
+pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
+    let size = match value {
+        Value::String(text) => bytes(text)?,
+        Value::Integer(number) => bytes(&number.to_string())?,
+        _ => return Err("expected a size such as \"4MiB\"".to_string()),
+    };
+    if size < min { Err(format!("must be at least {min} bytes")) } else { Ok(size) }
+}
+
+pub(super) fn kv_size(value: &Value) -> Result<KvSize, String> {
+    let text = value.as_str().ok_or("expected \"auto\", \"65536 tokens\" or \"2GiB\"")?;
+    if text == "auto" {
+        return Ok(KvSize::Fitting);
+    }
+    if let Some(number) = text.strip_suffix("tokens") {
+        let tokens = number.trim().parse().ok().filter(|tokens| (1..=1usize << 40).contains(tokens));
+        return tokens.map(KvSize::Tokens).ok_or_else(|| "expected a whole number of tokens".to_string());
+    }
+    size(value, 1).map(KvSize::Bytes)
+}
+
+pub(super) fn page_positions(value: &Value) -> Result<usize, String> {
+    let positions = integer(value, PAGE_UNIT as i64, 1 << 24)?;
+    if positions % PAGE_UNIT != 0 {
+        return Err(format!("must be a multiple of {PAGE_UNIT}"));
+    }
+    Ok(positions)
+}
+
+pub(super) fn log_level(value: &Value) -> Result<String, String> {
+    let level = some_text(value)?;
+    EnvFilter::try_new(&level).map(|_| level).map_err(|e| e.to_string())
+}

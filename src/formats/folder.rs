@@ -1,0 +1,196 @@
+//! Where a model's files lie: in a folder on disk, or within the program.
+//!
+//! Invariant: embedded bytes are handed out where they are, never copied; an error about a file names it as
+//! [`Folder::file`] does.
+
+use super::mmap::MappedFile;
+use anyhow::{Context, Result, bail};
+use std::borrow::Cow;
+use std::fmt;
+use std::io::ErrorKind;
+use std::path::{Component, Path, PathBuf};
+
+/// A folder of a model's files.
+#[derive(Clone, Debug)]
+pub enum Folder {
+    Disk(PathBuf),
+    Embedded(&'static EmbeddedFolder),
+}
+
+/// Files that are part of the program.
+pub struct EmbeddedFolder {
+    /// What the folder would be called on disk.
+    pub name: &'static str,
+    /// Each file's name and content.
+    pub files: &'static [(&'static str, &'static [u8])],
+}
+
+impl Folder {
+    /// A folder of the file system.
+    pub fn disk(path: &Path) -> Folder {
+        Folder::Disk(path.to_owned())
+    }
+
+    /// The folder, to name in errors. An embedded one has no such path.
+    pub fn path(&self) -> PathBuf {
+        match self {
+            Folder::Disk(path) => path.clone(),
+            Folder::Embedded(folder) => format!("embedded:{}", folder.name).into(),
+        }
+    }
+
+    /// A file of the folder, to name in errors.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
+
+    /// Whether there is a file of that name.
+    pub fn has(&self, name: &str) -> bool {
+        match self {
+            Folder::Disk(path) => path.join(name).exists(),
+            Folder::Embedded(folder) => folder.get(name).is_some(),
+        }
+    }
+
+    /// A file's content; `None` when there is no such file.
+    pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>> {
+        match self {
+            Folder::Embedded(folder) => Ok(folder.get(name).map(Cow::Borrowed)),
+            Folder::Disk(path) => match std::fs::read(path.join(name)) {
+                Ok(content) => Ok(Some(Cow::Owned(content))),
+                Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+                Err(e) => Err(e).with_context(|| self.file(name).display().to_string()),
+            },
+        }
+    }
+
+    /// A file's content; an error when there is no such file.
+    pub fn read_needed(&self, name: &str) -> Result<Cow<'static, [u8]>> {
+        match self.read(name)? {
+            Some(content) => Ok(content),
+            None => bail!("{}: no such file", self.file(name).display()),
+        }
+    }
+
+    /// A file's text; `None` when there is no such file.
+    pub fn read_text(&self, name: &str) -> Result<Option<String>> {
+        let Some(content) = self.read(name)? else { return Ok(None) };
+        let text = String::from_utf8(content.into_owned());
+        text.map(Some).with_context(|| self.file(name).display().to_string())
+    }
+
+    /// A file whose bytes stay at hand: mapped, or where the program has them.
+    pub(super) fn open(&self, name: &str) -> Result<FileBytes> {
+        match self {
+            Folder::Disk(path) => MappedFile::open(&path.join(name)).map(FileBytes::Mapped),
+            Folder::Embedded(_) => {
+                Ok(FileBytes::Held { path: self.file(name), bytes: self.read_needed(name)? })
+            }
+        }
+    }
+}
+
+/// Whether a name, joined to a folder, stays in that folder on every system.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+        && !name.contains(['/', '\\', ':', '\0'])
+}
+
+impl EmbeddedFolder {
+    fn get(&self, name: &str) -> Option<&'static [u8]> {
+        self.files.iter().find(|(known, _)| *known == name).map(|(_, content)| *content)
+    }
+}
+
+impl fmt::Debug for EmbeddedFolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "EmbeddedFolder({}, {} files)", self.name, self.files.len())
+    }
+}
+
+/// The bytes behind a checkpoint, with the path they are known by.
+pub(super) enum FileBytes {
+    Mapped(MappedFile),
+    /// Part of the program, or made by it.
+    Held {
+        path: PathBuf,
+        bytes: Cow<'static, [u8]>,
+    },
+}
+
+impl FileBytes {
+    /// The path, to name in errors.
+    pub(super) fn path(&self) -> &Path {
+        match self {
+            FileBytes::Mapped(file) => file.path(),
+            FileBytes::Held { path, .. } => path,
+        }
+    }
+
+    /// The whole file.
+    pub(super) fn bytes(&self) -> &[u8] {
+        match self {
+            FileBytes::Mapped(file) => file.bytes(),
+            FileBytes::Held { bytes, .. } => bytes,
+        }
+    }
+}
+
+impl fmt::Debug for FileBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileBytes({}, {} bytes)", self.path().display(), self.bytes().len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::scratch::Scratch;
+
+    static FILES: EmbeddedFolder =
+        EmbeddedFolder { name: "sample", files: &[("a", b"first"), ("b", b"\xff")] };
+
+    #[test]
+    fn files_are_the_same_on_disk_and_embedded() {
+        let scratch = Scratch::new();
+        FILES.files.iter().for_each(|(name, content)| _ = scratch.write(name, content));
+        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES)] {
+            for (name, content) in FILES.files {
+                assert!(folder.has(name));
+                assert_eq!(folder.read(name).unwrap().unwrap(), *content);
+                assert_eq!(folder.open(name).unwrap().bytes(), *content);
+                assert_eq!(folder.open(name).unwrap().path(), folder.file(name));
+            }
+            assert_eq!(folder.read_text("a").unwrap().unwrap(), "first");
+            assert!(!folder.has("c") && folder.read("c").unwrap().is_none());
+            assert!(folder.read_text("c").unwrap().is_none());
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file() {
+        let scratch = Scratch::new();
+        scratch.write("b", b"\xff");
+        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES)] {
+            let refusals = [
+                (folder.read_needed("c").map(drop), "c"),
+                (folder.open("c").map(drop), "c"),
+                (folder.read_text("b").map(drop), "b"),
+            ];
+            for (refusal, name) in refusals {
+                let error = format!("{:#}", refusal.unwrap_err());
+                assert!(error.starts_with(&format!("{}: ", folder.file(name).display())), "{error}");
+            }
+        }
+        assert_eq!(Folder::Embedded(&FILES).file("c"), Path::new("embedded:sample/c"));
+    }
+
+    #[test]
+    fn embedded_bytes_are_used_where_they_are() {
+        let folder = Folder::Embedded(&FILES);
+        let there = FILES.files[0].1.as_ptr();
+        assert_eq!(folder.open("a").unwrap().bytes().as_ptr(), there);
+        assert!(matches!(folder.read("a").unwrap(), Some(Cow::Borrowed(bytes)) if bytes.as_ptr() == there));
+    }
+}

@@ -1,0 +1,325 @@
+//! What is asked of a hub over HTTP, and what its answers mean.
+//!
+//! Invariant: the token goes to the hub's own origin and nowhere else, and is in no message; no wait is
+//! without end.
+
+use serde::Deserialize;
+use std::error::Error;
+use std::fmt::Write;
+use std::io::{ErrorKind, Read};
+use std::time::Duration;
+use ureq::{Agent, AgentBuilder, Request, Response};
+
+/// How many addresses further an answer may lie.
+const REDIRECTS: usize = 5;
+/// Longer lists of files are no lists of files.
+const LISTING_BYTES_MAX: u64 = 64 << 20;
+
+/// How long is waited for what.
+#[derive(Clone, Debug)]
+pub struct Timeouts {
+    /// For a connection.
+    pub connect: Duration,
+    /// For a whole answer that is not a file's content.
+    pub answer: Duration,
+    /// For news of a revision that is in the cache, connection and all; only how long a name takes to resolve
+    /// is the system's affair.
+    pub news: Duration,
+    /// For the next byte of a file's content.
+    pub silence: Duration,
+    /// Before the second attempt; twice as long before the third.
+    pub pause: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Timeouts {
+        Timeouts {
+            connect: Duration::from_secs(10),
+            answer: Duration::from_secs(30),
+            news: Duration::from_secs(3),
+            silence: Duration::from_secs(60),
+            pause: Duration::from_millis(250),
+        }
+    }
+}
+
+/// A hub and the token to ask it with.
+pub(super) struct Client {
+    pub endpoint: String,
+    pub token: Option<String>,
+    pub timeouts: Timeouts,
+}
+
+/// What the hub says of a commit.
+#[derive(Deserialize)]
+pub(super) struct Listing {
+    pub sha: String,
+    pub siblings: Vec<Listed>,
+}
+
+/// One of its files; mirrors may leave out all but the name.
+#[derive(Deserialize)]
+pub(super) struct Listed {
+    #[serde(rename = "rfilename")]
+    pub name: String,
+    /// Bytes.
+    pub size: Option<u64>,
+    lfs: Option<ListedLfs>,
+}
+
+#[derive(Deserialize)]
+struct ListedLfs {
+    sha256: Option<String>,
+}
+
+impl Listed {
+    /// The SHA-256 of the content, in hexadecimal digits.
+    pub fn sha256(&self) -> Option<&str> {
+        self.lfs.as_ref()?.sha256.as_deref()
+    }
+}
+
+/// What the hub says of a file before it sends it: untrusted text.
+pub(super) struct Description {
+    /// A name for the content.
+    pub etag: String,
+    /// The commit that the file is of.
+    pub commit: Option<String>,
+    /// Bytes.
+    pub size: Option<u64>,
+}
+
+/// A file's content from byte `start` on.
+pub(super) struct Content {
+    pub start: u64,
+    /// Bytes of the whole file.
+    pub size: Option<u64>,
+    pub reader: Box<dyn Read + Send + Sync>,
+}
+
+/// A request that came to nothing.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub reason: String,
+    /// Another time it may work.
+    pub passing: bool,
+}
+
+impl Failure {
+    pub fn passing(reason: impl Into<String>) -> Failure {
+        Failure { reason: reason.into(), passing: true }
+    }
+
+    pub fn lasting(reason: impl Into<String>) -> Failure {
+        Failure { reason: reason.into(), passing: false }
+    }
+}
+
+/// One request of several kinds.
+#[derive(Default)]
+struct Question {
+    /// `bytes=FIRST-LAST`
+    range: Option<String>,
+    /// For the whole answer; none for content, of which each byte may take its time.
+    within: Option<Duration>,
+    /// Whether an answer with this header need not be followed further.
+    stop_at: Option<&'static str>,
+}
+
+impl Client {
+    /// The files of a revision's commit.
+    pub fn listing(&self, repository: &str, revision: &str, within: Duration) -> Result<Listing, Failure> {
+        let revision = encoded(revision);
+        // Sizes and hashes are told on the last word only.
+        let address = format!("{}/api/models/{repository}/revision/{revision}?blobs=true", self.endpoint);
+        let answer = self.ask(address, &Question { within: Some(within), ..Question::default() })?;
+        serde_json::from_reader(answer.into_reader().take(LISTING_BYTES_MAX)).map_err(|error| Failure {
+            passing: error.is_io(),
+            reason: format!("the list of files cannot be read: {error}"),
+        })
+    }
+
+    /// Where a file of a commit is.
+    pub fn address(&self, repository: &str, commit: &str, name: &str) -> String {
+        format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, encoded(name))
+    }
+
+    /// What the hub says of the file at an address.
+    pub fn describe(&self, address: String) -> Result<Description, Failure> {
+        const LINKED_ETAG: &str = "x-linked-etag";
+        let question = Question {
+            range: Some("bytes=0-0".to_owned()),
+            within: Some(self.timeouts.answer),
+            // The store that content lies in elsewhere has a name of its own for it.
+            stop_at: Some(LINKED_ETAG),
+        };
+        let answer = self.ask(address, &question)?;
+        let etag = answer.header(LINKED_ETAG).or_else(|| answer.header("etag"));
+        let etag = etag.ok_or_else(|| Failure::lasting("the hub has no name (ETag) for its content"))?;
+        let size = answer.header("x-linked-size").and_then(|size| size.parse().ok());
+        Ok(Description {
+            etag: etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"').to_owned(),
+            commit: answer.header("x-repo-commit").map(str::to_owned),
+            size: size.or_else(|| extent(&answer)?.1),
+        })
+    }
+
+    /// The file's content from byte `start` on, or from an earlier one if the hub will have it so.
+    pub fn content(&self, address: String, start: u64) -> Result<Content, Failure> {
+        let range = (start > 0).then(|| format!("bytes={start}-"));
+        let answer = self.ask(address, &Question { range, ..Question::default() })?;
+        let extent = extent(&answer).filter(|(first, _)| *first <= start);
+        let (start, size) = extent.ok_or_else(|| Failure::lasting("the hub sent another part of it"))?;
+        Ok(Content { start, size, reader: answer.into_reader() })
+    }
+
+    /// A file's content that ended in an error.
+    pub fn broken(&self, error: &std::io::Error) -> Failure {
+        Failure::passing(match error.kind() {
+            ErrorKind::TimedOut | ErrorKind::WouldBlock => {
+                format!("nothing came for {:?}", self.timeouts.silence)
+            }
+            _ => format!("the connection broke: {error}"),
+        })
+    }
+
+    /// Asks, and follows where the answer leads.
+    fn ask(&self, mut address: String, question: &Question) -> Result<Response, Failure> {
+        let agent = self.agent(question.within);
+        for _ in 0..=REDIRECTS {
+            let request = self.request(&agent, &address, question)?;
+            let here = request.request_url().map_err(|_| unusable_address())?;
+            let answer = request.call().map_err(|error| self.failure(error))?;
+            let is_enough = question.stop_at.is_some_and(|header| answer.has(header));
+            let is_redirect = matches!(answer.status(), 301 | 302 | 303 | 307 | 308);
+            match answer.header("location") {
+                Some(next) if is_redirect && !is_enough => {
+                    let next = here.as_url().join(next).map_err(|_| unusable_address())?;
+                    address = next.into();
+                }
+                _ if answer.status() < 300 || is_enough => return Ok(answer),
+                _ => return Err(self.refusal(answer.status(), &answer)),
+            }
+        }
+        Err(Failure::lasting("the hub sends from one address to the next without end"))
+    }
+
+    /// An agent for one question. It keeps no connection for a next one, and asks redirected ones here.
+    fn agent(&self, within: Option<Duration>) -> Agent {
+        let Timeouts { connect, silence, .. } = self.timeouts;
+        AgentBuilder::new()
+            .user_agent(concat!("mainstem/", env!("CARGO_PKG_VERSION")))
+            .try_proxy_from_env(!self.is_here())
+            .redirects(0)
+            .max_idle_connections(0)
+            .timeout_connect(within.map_or(connect, |within| within.min(connect)))
+            .timeout_read(silence)
+            .timeout_write(silence)
+            .build()
+    }
+
+    /// Whether the hub is on this machine: no proxy leads there.
+    fn is_here(&self) -> bool {
+        let host = self.endpoint.split_once("://").map_or("", |(_, host)| host);
+        ["127.", "localhost", "[::1]"].iter().any(|here| host.starts_with(here))
+    }
+
+    fn request(&self, agent: &Agent, address: &str, question: &Question) -> Result<Request, Failure> {
+        // Sizes and ranges are those of the file as it is.
+        let mut request = agent.get(address).set("Accept-Encoding", "identity");
+        if let Some(range) = &question.range {
+            request = request.set("Range", range);
+        }
+        if let Some(within) = question.within {
+            request = request.timeout(within);
+        }
+        let origin = |address| Some(agent.get(address).request_url().ok()?.as_url().origin());
+        let is_own = match (origin(address), origin(&self.endpoint)) {
+            (Some(asked), Some(own)) => asked == own,
+            _ => return Err(unusable_address()),
+        };
+        Ok(match &self.token {
+            Some(token) if is_own => request.set("Authorization", &format!("Bearer {token}")),
+            _ => request,
+        })
+    }
+
+    fn failure(&self, error: ureq::Error) -> Failure {
+        match error {
+            ureq::Error::Status(status, answer) => self.refusal(status, &answer),
+            // Its own text holds the address, which may be a signed one.
+            ureq::Error::Transport(broken) => {
+                let mut reason = broken.kind().to_string();
+                let details = [broken.message().map(str::to_owned), broken.source().map(|e| e.to_string())];
+                for detail in details.into_iter().flatten() {
+                    reason = format!("{reason}: {detail}");
+                }
+                Failure::passing(reason)
+            }
+        }
+    }
+
+    fn refusal(&self, status: u16, answer: &Response) -> Failure {
+        let reason = match (status, answer.header("x-error-code")) {
+            (404, Some("RevisionNotFound")) => "the repository has no such revision".to_owned(),
+            (404, Some("EntryNotFound")) => "the repository has no such file".to_owned(),
+            (401 | 403 | 404, _) if self.token.is_some() => {
+                format!("the repository does not exist, or the token gives no access to it (status {status})")
+            }
+            (401 | 403 | 404, _) => {
+                format!("the repository does not exist or needs a token: set HF_TOKEN (status {status})")
+            }
+            _ => format!("the hub answered with status {status}"),
+        };
+        Failure { reason, passing: status == 429 || status >= 500 }
+    }
+}
+
+fn unusable_address() -> Failure {
+    Failure::lasting("the hub sends to an address that cannot be used")
+}
+
+/// The first byte that is sent, and the size of the whole; `None` for a range that cannot be read.
+fn extent(answer: &Response) -> Option<(u64, Option<u64>)> {
+    if answer.status() != 206 {
+        let len = answer.header("content-length").filter(|_| answer.status() == 200);
+        return Some((0, len.and_then(|len| len.parse().ok())));
+    }
+    let (range, size) = answer.header("content-range")?.strip_prefix("bytes ")?.split_once('/')?;
+    Some((range.split_once('-')?.0.parse().ok()?, size.parse().ok()))
+}
+
+/// The text as one segment of an address.
+fn encoded(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        match byte.is_ascii_alphanumeric() || b"._-~".contains(&byte) {
+            true => encoded.push(byte.into()),
+            false => write!(encoded, "%{byte:02X}").expect("a string takes everything; else it is a bug"),
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_hold_any_name() {
+        assert_eq!(encoded("refs/pr/12"), "refs%2Fpr%2F12");
+        assert_eq!(encoded("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors");
+        assert_eq!(encoded("a b?#%\u{e4}"), "a%20b%3F%23%25%C3%A4");
+    }
+
+    #[test]
+    fn extents_are_read() {
+        let read = |text: &str| extent(&text.parse::<Response>().expect("it is an answer"));
+        assert_eq!(read("HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"), Some((0, Some(7))));
+        assert_eq!(read("HTTP/1.1 206 P\r\nContent-Range: bytes 5-6/7\r\n\r\n"), Some((5, Some(7))));
+        assert_eq!(read("HTTP/1.1 206 P\r\nContent-Range: bytes 5-6/*\r\n\r\n"), Some((5, None)));
+        assert_eq!(read("HTTP/1.1 302 F\r\nContent-Length: 7\r\n\r\n"), Some((0, None)));
+        assert_eq!(read("HTTP/1.1 206 P\r\n\r\n"), None);
+        assert_eq!(read("HTTP/1.1 206 P\r\nContent-Range: bytes x-6/7\r\n\r\n"), None);
+    }
+}

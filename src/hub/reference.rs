@@ -1,0 +1,138 @@
+//! How a model on a hub is written: `hf:owner/name[@revision]`.
+//!
+//! Invariant: a reference's parts are made of letters, digits and `._-/` alone and climb nowhere, so that
+//! they may stand in a path and in an address.
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use std::fmt;
+
+/// What stands before a model's name on the hub.
+const PREFIX: &str = "hf:";
+const REVISION: &str = "main";
+
+/// A model on a hub, at a revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubReference {
+    /// `owner/name`
+    repository: String,
+    /// A branch, a tag or a commit.
+    pub(super) revision: String,
+}
+
+impl HubReference {
+    /// Whether a model's name is meant to be one.
+    pub fn is_meant(model: &str) -> bool {
+        model.starts_with(PREFIX)
+    }
+
+    /// Reads `hf:owner/name[@revision]`; the revision is `main` if none is given.
+    pub fn parse(text: &str) -> Result<HubReference> {
+        let rest =
+            text.strip_prefix(PREFIX).with_context(|| format!("'{text}' does not begin with {PREFIX}"))?;
+        let (repository, revision) = rest.split_once('@').unwrap_or((rest, REVISION));
+        let parts = repository.split('/').collect::<Vec<_>>();
+        let [owner, name] = parts[..] else {
+            bail!("'{text}': expected {PREFIX}owner/name or {PREFIX}owner/name@revision");
+        };
+        check_name("owner", owner)
+            .and_then(|()| check_name("name", name))
+            .with_context(|| format!("'{text}'"))?;
+        check_revision(revision).with_context(|| format!("'{text}'"))?;
+        Ok(HubReference { repository: repository.to_owned(), revision: revision.to_owned() })
+    }
+
+    /// Whether the revision is a commit's full name, which means the same for ever.
+    pub(super) fn names_commit(&self) -> bool {
+        self.revision.len() == 40 && self.revision.bytes().all(|byte| byte.is_ascii_hexdigit())
+    }
+
+    /// `owner/name`
+    pub fn repository(&self) -> &str {
+        &self.repository
+    }
+}
+
+impl fmt::Display for HubReference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{PREFIX}{}@{}", self.repository, self.revision)
+    }
+}
+
+/// The hub's own rule for names. Two dashes are kept out because they separate owner and name in the cache.
+fn check_name(what: &str, name: &str) -> Result<()> {
+    ensure!(!name.is_empty(), "the {what} is empty");
+    ensure!(name.len() <= 96, "the {what} is longer than 96 characters");
+    check_characters(what, name)?;
+    ensure!(!name.contains("--") && !name.contains(".."), "the {what} '{name}' has '--' or '..' in it");
+    let edges = name.starts_with(['-', '.']) || name.ends_with(['-', '.']);
+    ensure!(!edges, "the {what} '{name}' begins or ends with '-' or '.'");
+    Ok(())
+}
+
+/// A revision is part of a path in the cache and of an address.
+fn check_revision(revision: &str) -> Result<()> {
+    ensure!(!revision.is_empty(), "the revision is empty");
+    for part in revision.split('/') {
+        ensure!(
+            !part.is_empty() && !part.starts_with('.') && !part.contains(".."),
+            "the revision '{revision}' is none"
+        );
+        check_characters("revision", part)?;
+    }
+    Ok(())
+}
+
+fn check_characters(what: &str, text: &str) -> Result<()> {
+    let wrong = text.chars().find(|c| !c.is_ascii_alphanumeric() && !"._-".contains(*c));
+    match wrong {
+        Some(wrong) => {
+            Err(anyhow!("the {what} '{text}' has a {wrong:?}: letters, digits, '.', '_' and '-' may be"))
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn references_are_read_and_shown() {
+        for (text, repository, revision) in [
+            ("hf:owner/name", "owner/name", "main"),
+            ("hf:meta-llama/Llama-3.2_1B@v1.0", "meta-llama/Llama-3.2_1B", "v1.0"),
+            ("hf:a/b@refs/pr/12", "a/b", "refs/pr/12"),
+        ] {
+            let reference = HubReference::parse(text).unwrap();
+            assert_eq!((reference.repository.as_str(), reference.revision.as_str()), (repository, revision));
+            assert_eq!(HubReference::parse(&reference.to_string()).unwrap(), reference);
+        }
+    }
+
+    #[test]
+    fn wrong_references_are_told_what_is_wrong() {
+        for (text, part) in [
+            ("owner/name", "hf:"),
+            ("hf:name", "owner/name"),
+            ("hf:a/b/c", "owner/name"),
+            ("hf:/b", "owner is empty"),
+            ("hf:a/", "name is empty"),
+            ("hf:../b", "'--' or '..'"),
+            ("hf:a/..", "'--' or '..'"),
+            ("hf:a--b/c", "'--' or '..'"),
+            ("hf:.a/b", "begins or ends"),
+            ("hf:a/b-", "begins or ends"),
+            ("hf:a/b c", "' '"),
+            ("hf:a/b?x", "'?'"),
+            ("hf:a/b%2f", "'%'"),
+            ("hf:a/b@", "revision is empty"),
+            ("hf:a/b@../../x", "'../../x' is none"),
+            ("hf:a/b@x//y", "'x//y' is none"),
+            ("hf:a/b@x@y", "'@'"),
+            (&format!("hf:a/{}", "b".repeat(97)), "longer than 96"),
+        ] {
+            let error = format!("{:#}", HubReference::parse(text).unwrap_err());
+            assert!(error.contains(part) && error.contains(text), "{text}: {error}");
+        }
+    }
+}

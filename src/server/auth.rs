@@ -1,0 +1,211 @@
+//! Who may ask: those who show a key, and the web pages of which origins.
+//!
+//! Invariant: how long a key is looked for tells nothing of the keys, and none reaches a log or an answer.
+
+use super::App;
+use super::error::ApiError;
+use crate::config::ApiKeys;
+use actix_cors::Cors;
+use actix_web::body::MessageBody;
+use actix_web::dev::{ServiceRequest, ServiceResponse};
+use actix_web::http::Method;
+use actix_web::http::header::{
+    AUTHORIZATION, HOST, HeaderMap, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
+};
+use actix_web::middleware::{Condition, Next};
+use actix_web::{Error, ResponseError, web};
+use anyhow::{Result, ensure};
+use std::fmt;
+use std::net::IpAddr;
+use subtle::{Choice, ConstantTimeEq};
+
+/// What load balancers and scrapers ask, and neither shows anything of a request.
+const OPEN_PATHS: [&str; 2] = ["/health", "/metrics"];
+
+/// How long a browser may go by what a preflight told it.
+const PREFLIGHT_MAX_AGE_S: usize = 3600;
+
+/// The longest key.
+const KEY_BYTES_MAX: usize = 256;
+
+/// The keys of those who may ask; without any, everybody may.
+pub struct Keys(Vec<Padded>);
+
+impl Keys {
+    pub fn new(keys: &ApiKeys) -> Result<Keys> {
+        for (i, key) in keys.0.iter().enumerate() {
+            ensure!(key.len() <= KEY_BYTES_MAX, "API key {} is longer than {KEY_BYTES_MAX} bytes", i + 1);
+        }
+        Ok(Keys(keys.0.iter().map(|key| Padded::new(key.as_bytes())).collect()))
+    }
+
+    fn admit(&self, headers: &HeaderMap) -> bool {
+        self.0.is_empty() || headers.get(AUTHORIZATION).and_then(bearer).is_some_and(|key| self.contain(key))
+    }
+
+    /// Looks at every key in full, found or not.
+    fn contain(&self, shown: &[u8]) -> bool {
+        let shown = Padded::new(shown);
+        let found = self.0.iter().map(|key| key.ct_eq(&shown));
+        found.fold(Choice::from(0), |any, found| any | found).into()
+    }
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Keys({})", self.0.len())
+    }
+}
+
+/// A key in as many bytes as every other, so that comparing tells nothing of its length.
+struct Padded {
+    bytes: [u8; KEY_BYTES_MAX],
+    len: u64,
+}
+
+impl Padded {
+    /// What is longer than any key is cut, and differs by its length.
+    fn new(key: &[u8]) -> Padded {
+        let mut bytes = [0; KEY_BYTES_MAX];
+        let kept = key.len().min(KEY_BYTES_MAX);
+        bytes[..kept].copy_from_slice(&key[..kept]);
+        Padded { bytes, len: key.len() as u64 }
+    }
+}
+
+impl ConstantTimeEq for Padded {
+    fn ct_eq(&self, other: &Padded) -> Choice {
+        self.bytes.ct_eq(&other.bytes) & self.len.ct_eq(&other.len)
+    }
+}
+
+/// The key in `Bearer KEY`.
+fn bearer(header: &HeaderValue) -> Option<&[u8]> {
+    let (scheme, key) = header.as_bytes().split_at_checked("Bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
+}
+
+/// The middleware: 401 for who shows no key, but for the open paths. Without keys, 403 for work that another
+/// site's page asks for: a browser sends such requests for any page its user looks at.
+pub async fn guard(
+    app: web::Data<App>,
+    keys: web::Data<Keys>,
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    let is_asked_for = request.method() == Method::POST && is_foreign(request.headers());
+    if keys.0.is_empty() && is_asked_for && !is_listed(&app.config.cors_origins, request.headers()) {
+        let response = ApiError::foreign_origin().error_response();
+        return Ok(request.into_response(response).map_into_right_body());
+    }
+    if OPEN_PATHS.contains(&request.path()) || keys.admit(request.headers()) {
+        return Ok(next.call(request).await?.map_into_left_body());
+    }
+    let mut response = ApiError::unauthorized().error_response();
+    response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    Ok(request.into_response(response).map_into_right_body())
+}
+
+/// Whether the origin is among those whose pages may ask.
+fn is_listed(origins: &[String], headers: &HeaderMap) -> bool {
+    origins == ["*"] || headers.get(ORIGIN).is_some_and(|origin| is_one_of(origins, origin))
+}
+
+fn is_one_of(origins: &[String], origin: &HeaderValue) -> bool {
+    origins.iter().any(|allowed| origin.as_bytes().eq_ignore_ascii_case(allowed.as_bytes()))
+}
+
+/// Whether a browser sends this for a page of another site. Pages of this machine are its user's own.
+fn is_foreign(headers: &HeaderMap) -> bool {
+    let Some(origin) = headers.get(ORIGIN) else { return false };
+    let text = |value: &HeaderValue| value.to_str().unwrap_or_default().to_ascii_lowercase();
+    let origin = text(origin);
+    let Some((_, site)) = origin.split_once("://") else { return true };
+    let name = site.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')).map_or(site, |(name, _)| name);
+    let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    let is_here = name == "localhost" || address.is_ok_and(|address| address.is_loopback());
+    !is_here && headers.get(HOST).map(text).as_deref() != Some(site)
+}
+
+/// The middleware that lets the pages of `origins` read the answers; without any it does nothing. It answers
+/// preflights itself, so it belongs outside of [`guard`]: browsers show no key with them.
+pub fn cors(origins: &[String]) -> Condition<Cors> {
+    let cors = Cors::default()
+        .allowed_methods([Method::GET, Method::POST, Method::OPTIONS])
+        // Clients send headers of their own beside the usual ones, and new ones with each version.
+        .allow_any_header()
+        .expose_headers([super::access::REQUEST_ID, RETRY_AFTER])
+        .max_age(PREFLIGHT_MAX_AGE_S);
+    let cors = if origins == ["*"] {
+        cors.allow_any_origin().send_wildcard()
+    } else {
+        let origins = origins.to_vec();
+        cors.allowed_origin_fn(move |origin, _| is_one_of(&origins, origin))
+    };
+    Condition::new(!origins.is_empty(), cors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn admits(keys: &[&str], header: &str) -> bool {
+        let keys = Keys::new(&ApiKeys(keys.iter().map(|key| key.to_string()).collect())).unwrap();
+        let mut headers = HeaderMap::new();
+        headers.insert(AUTHORIZATION, HeaderValue::from_str(header).unwrap());
+        keys.admit(&headers)
+    }
+
+    #[test]
+    fn a_key_is_taken_whole_or_not_at_all() {
+        let longest = "k".repeat(KEY_BYTES_MAX);
+        let keys = ["one", "two-longer", &longest];
+        for key in keys {
+            assert!(admits(&keys, &format!("Bearer {key}")), "{key}");
+        }
+        for header in ["bearer one", "BEARER  one ", "Bearer one"] {
+            assert!(admits(&keys, header), "{header}");
+        }
+        let too_long = format!("Bearer {longest}k");
+        for header in ["Bearer on", "Bearer onee", "Bearer ", "Bearer", "Basic one", "one", &too_long] {
+            assert!(!admits(&keys, header), "{header}");
+        }
+        assert!(admits(&[], "nothing"));
+    }
+
+    #[test]
+    fn pages_of_other_sites_are_foreign() {
+        let foreign = |origin: Option<&str>, host: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(HOST, HeaderValue::from_str(host).unwrap());
+            origin
+                .into_iter()
+                .for_each(|o| headers.insert(ORIGIN, HeaderValue::from_str(o).unwrap()).for_each(drop));
+            is_foreign(&headers)
+        };
+        let here = ["http://localhost", "http://localhost:3000", "http://127.0.0.1:8080", "https://[::1]:1"];
+        for origin in
+            here.map(Some).into_iter().chain([None, Some("https://Api.Example"), Some("http://api.example")])
+        {
+            assert!(!foreign(origin, "api.example"), "{origin:?}");
+        }
+        let others = [
+            "https://evil.example",
+            "null",
+            "http://api.example:81",
+            "http://localhost.evil",
+            "http://[::2]",
+        ];
+        for origin in others {
+            assert!(foreign(Some(origin), "api.example"), "{origin}");
+        }
+    }
+
+    #[test]
+    fn keys_are_told_by_their_number_only() {
+        let keys = ApiKeys(vec!["short".into(), "secret".repeat(50)]);
+        let error = Keys::new(&keys).unwrap_err().to_string();
+        assert_eq!(error, "API key 2 is longer than 256 bytes");
+        assert_eq!(format!("{:?}", Keys::new(&ApiKeys(vec!["secret".into()])).unwrap()), "Keys(1)");
+    }
+}

@@ -1,0 +1,195 @@
+//! A JSON object's members, taken out one by one, so that what nobody took can be told.
+//!
+//! Invariant: no member is passed over in silence. What the server does not do is refused by name, unless its
+//! value asks for nothing.
+
+use super::error::ApiError;
+use serde_json::{Map, Value};
+
+/// An object's members that have not been read yet.
+pub struct Fields {
+    /// The path of the object within the body, with a dot behind it; empty for the body itself.
+    at: String,
+    members: Map<String, Value>,
+}
+
+/// The value of a parameter that asks for nothing.
+pub enum Neutral {
+    Number(f64),
+    Bool(bool),
+    Text(&'static str),
+    /// An empty text, list or object.
+    Empty,
+    /// There is none but null.
+    Nothing,
+    /// Any: it is for the client's own bookkeeping.
+    Anything,
+}
+
+/// Parameters that are known and not served, each with the value that may be there all the same.
+pub type Unserved = &'static [(&'static str, Neutral)];
+
+impl Fields {
+    /// The members of a request's body.
+    pub fn of_body(body: &[u8]) -> Result<Fields, ApiError> {
+        let value: Value = serde_json::from_slice(body)
+            .map_err(|error| ApiError::malformed(format!("the body is no JSON: {error}")))?;
+        match value {
+            Value::Object(members) => Ok(Fields { at: String::new(), members }),
+            _ => Err(ApiError::malformed("the body is no JSON object")),
+        }
+    }
+
+    /// The members of an object that stands at `path` in the body.
+    pub fn of_object(path: &str, members: Map<String, Value>) -> Fields {
+        Fields { at: format!("{path}."), members }
+    }
+
+    /// What a member is called in messages.
+    pub fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.at)
+    }
+
+    /// Takes a member out; null is as good as absent.
+    pub fn take(&mut self, name: &str) -> Option<Value> {
+        self.members.remove(name).filter(|value| !value.is_null())
+    }
+
+    /// Takes a member out as `read` understands it; `wanted` says what it should have been.
+    pub fn read<T>(
+        &mut self,
+        name: &str,
+        wanted: &str,
+        read: impl Fn(&Value) -> Option<T>,
+    ) -> Result<Option<T>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        match read(&value) {
+            Some(read) => Ok(Some(read)),
+            None => {
+                let path = self.path(name);
+                let message = format!("'{path}' must be {wanted}, not {}", brief(&value));
+                Err(ApiError::invalid(path, message))
+            }
+        }
+    }
+
+    pub fn flag(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
+        Ok(self.read(name, "true or false", Value::as_bool)?.unwrap_or(default))
+    }
+
+    pub fn text(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        self.read(name, "a text", |value| value.as_str().map(str::to_string))
+    }
+
+    pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
+        self.read(name, "a number", |value| value.as_f64().map(nearest))
+    }
+
+    pub fn integer(&mut self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
+        let wanted = match max == i64::from(u32::MAX) {
+            true => format!("a whole number, {min} or more"),
+            false => format!("a whole number from {min} to {max}"),
+        };
+        self.read(name, &wanted, |value| whole(value).filter(|number| (min..=max).contains(number)))
+    }
+
+    pub fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
+        self.read(name, "an object", |value| value.as_object().cloned())
+    }
+
+    /// Refuses what is left, by name.
+    pub fn refuse_others(self, unserved: &[Unserved]) -> Result<(), ApiError> {
+        let known = |name: &str| unserved.iter().copied().flatten().find(|(known, _)| *known == name);
+        for (name, value) in self.members.iter().filter(|(_, value)| !value.is_null()) {
+            let path = self.path(&shortened(name));
+            let message = match known(name) {
+                Some((_, neutral)) if neutral.is(value) => continue,
+                Some(_) => format!("'{path}' is not supported yet with the value {}", brief(value)),
+                None => format!("there is no parameter '{path}'"),
+            };
+            return Err(ApiError::unsupported(path, message));
+        }
+        Ok(())
+    }
+}
+
+impl Neutral {
+    fn is(&self, value: &Value) -> bool {
+        match self {
+            Neutral::Number(number) => value.as_f64() == Some(*number),
+            Neutral::Bool(flag) => value.as_bool() == Some(*flag),
+            Neutral::Text(text) => value.as_str() == Some(text),
+            Neutral::Empty => match value {
+                Value::String(text) => text.is_empty(),
+                Value::Array(list) => list.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                _ => false,
+            },
+            Neutral::Nothing => false,
+            Neutral::Anything => true,
+        }
+    }
+}
+
+/// A value as it may stand in a message.
+pub fn brief(value: &Value) -> String {
+    match value {
+        Value::Array(_) => "a list".to_string(),
+        Value::Object(_) => "an object".to_string(),
+        Value::String(text) if text.chars().count() > SHOWN_CHARS => "a long text".to_string(),
+        value => value.to_string(),
+    }
+}
+
+/// Characters of what a client sent that a message repeats.
+const SHOWN_CHARS: usize = 40;
+
+/// A name as it may stand in a message.
+pub fn shortened(name: &str) -> String {
+    match name.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}...", &name[..end]),
+        None => name.to_string(),
+    }
+}
+
+/// A whole number, also if it is written with a point.
+fn whole(value: &Value) -> Option<i64> {
+    let rounded = || value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 2f64.powi(53));
+    value.as_i64().or_else(|| rounded().map(|number| number as i64))
+}
+
+/// The nearest finite number of single precision that is zero only for zero.
+pub fn nearest(number: f64) -> f32 {
+    let rounded = number as f32;
+    let limits = f32::MIN_POSITIVE..=f32::MAX;
+    if number == 0.0 || limits.contains(&rounded.abs()) {
+        return rounded;
+    }
+    rounded.abs().clamp(*limits.start(), *limits.end()).copysign(rounded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn numbers_beyond_single_precision_stay_what_they_are_to_the_checks() {
+        assert_eq!((nearest(0.0), nearest(0.9), nearest(-2.5)), (0.0, 0.9, -2.5));
+        assert_eq!((nearest(1e-50), nearest(-1e-50)), (f32::MIN_POSITIVE, -f32::MIN_POSITIVE));
+        assert_eq!((nearest(1e39), nearest(-1e300)), (f32::MAX, -f32::MAX));
+    }
+
+    #[test]
+    fn what_nobody_took_is_told_with_its_path() {
+        let unserved: Unserved = &[("tools", Neutral::Empty), ("note", Neutral::Anything)];
+        let left = |members: Value| {
+            let fields = Fields::of_object("messages[1]", members.as_object().unwrap().clone());
+            fields.refuse_others(&[unserved]).map_err(|error| error.to_string())
+        };
+        assert_eq!(left(json!({"tools": [], "note": [1], "unknown": null})), Ok(()));
+        let refused = left(json!({"tools": [1]})).unwrap_err();
+        assert_eq!(refused, "'messages[1].tools' is not supported yet with the value a list");
+        assert_eq!(left(json!({"x": 0})).unwrap_err(), "there is no parameter 'messages[1].x'");
+    }
+}

@@ -1,0 +1,114 @@
+//! The paths, and what HTTP adds to their answers: bodies that come in time and within bounds, statuses,
+//! headers.
+//!
+//! Invariant: a path answers to its methods, and tells others which these are.
+
+use super::access::RequestId;
+use super::chat::Chats;
+use super::completions::Completions;
+use super::error::ApiError;
+use super::respond::{Answer, Api, off_the_loop, respond};
+use super::tokenize::{detokenize, tokenize};
+use super::{App, OpenResponse, ServeParts, about};
+use actix_web::body::SizedStream;
+use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use actix_web::web::{self, Bytes};
+use actix_web::{HttpResponse, Resource, ResponseError, Route, guard, rt};
+use async_stream::stream;
+use futures_util::{Stream, StreamExt};
+use serde::Serialize;
+use std::convert::Infallible;
+use std::time::Duration;
+
+/// How long a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What is handed to a connection at a time.
+const SLICE_BYTES: usize = 32 << 10;
+
+/// All paths with their handlers.
+pub fn routes(config: &mut web::ServiceConfig) {
+    config
+        .service(resource("/v1/completions", "POST").route(web::post().to(text::<Completions>)))
+        .service(resource("/v1/chat/completions", "POST").route(web::post().to(text::<Chats>)))
+        .service(resource("/v1/models", GET).route(get().to(about::models)))
+        .service(resource("/v1/models/{id:.+}", GET).route(get().to(about::model)))
+        .service(resource("/health", GET).route(get().to(about::health)))
+        .service(resource("/metrics", GET).route(get().to(about::metrics)))
+        .service(resource("/version", GET).route(get().to(about::version)))
+        .default_service(web::to(async || ApiError::not_found().error_response()));
+    // With the prefix, and as other servers have it.
+    for prefix in ["/v1", ""] {
+        let tokens = resource(&format!("{prefix}/tokenize"), "POST");
+        let texts = resource(&format!("{prefix}/detokenize"), "POST");
+        config
+            .service(tokens.route(web::post().to(|app, payload| object(app, payload, tokenize))))
+            .service(texts.route(web::post().to(|app, payload| object(app, payload, detokenize))));
+    }
+}
+
+/// What may be read may be asked for without its body too.
+const GET: &str = "GET, HEAD";
+
+fn get() -> Route {
+    web::route().guard(guard::Any(guard::Get()).or(guard::Head()))
+}
+
+/// A path that answers 405 to all methods but the ones it is given.
+fn resource(path: &str, allowed: &'static str) -> Resource {
+    web::resource(path).default_service(web::to(move || async move {
+        let mut response = ApiError::method_not_allowed(allowed).error_response();
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+        response
+    }))
+}
+
+/// Handles a request for text.
+async fn text<A: Api + 'static>(
+    app: web::Data<App>,
+    id: web::ReqData<RequestId>,
+    payload: web::Payload,
+) -> Result<HttpResponse, ApiError> {
+    // An upload that never ends is not waited for at shutdown.
+    let body = read_body(payload, app.config.body_limit_bytes).await?;
+    let open = app.open_response();
+    Ok(match respond::<A>(&app, id.0.clone(), body).await? {
+        Answer::Whole(json) => HttpResponse::Ok()
+            .insert_header((CONTENT_TYPE, "application/json"))
+            .body(SizedStream::new(json.len() as u64, slices(json, open))),
+        Answer::Events(events) => HttpResponse::Ok()
+            .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
+            .insert_header((CACHE_CONTROL, "no-cache"))
+            .insert_header(("X-Accel-Buffering", "no"))
+            .streaming(events.map(Ok::<_, Infallible>)),
+    })
+}
+
+/// A body in slices, so that `open` is dropped when the last of it, and not the first, is on its way.
+fn slices(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Bytes, Infallible>> {
+    stream! {
+        let _open = open;
+        let mut rest = body;
+        while !rest.is_empty() {
+            yield Ok(rest.split_to(rest.len().min(SLICE_BYTES)));
+        }
+    }
+}
+
+/// Handles a request that needs the tokenizer alone.
+async fn object<T: Serialize + Send + 'static>(
+    app: web::Data<App>,
+    payload: web::Payload,
+    answer: fn(&ServeParts, &[u8]) -> Result<T, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    let body = read_body(payload, app.config.body_limit_bytes).await?;
+    Ok(HttpResponse::Ok().json(off_the_loop(&app, body, answer).await?))
+}
+
+async fn read_body(payload: web::Payload, limit: usize) -> Result<Bytes, ApiError> {
+    let read = rt::time::timeout(BODY_TIMEOUT, payload.to_bytes_limited(limit))
+        .await
+        .map_err(|_| ApiError::body_too_slow(BODY_TIMEOUT))?
+        .map_err(|_| ApiError::body_too_large(limit))?;
+    read.map_err(|error| ApiError::malformed(format!("the body cannot be read: {error}")))
+}

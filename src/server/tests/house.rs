@@ -1,0 +1,328 @@
+//! A server in its test: real TCP, before an intake that does what the test says.
+//!
+//! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
+
+use crate::actors::stream::channel;
+use crate::actors::{EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
+use crate::config::{Config, Overrides, ServerConfig};
+use crate::formats::scratch::Scratch;
+use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
+use crate::server::{Ending, ServeParts, Server};
+use crate::text::{ChatTemplate, Tokenizer};
+use actix::{Actor, Context, Handler};
+use actix_web::rt::{net::TcpStream, spawn, task, task::JoinHandle, time::timeout};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+pub const DEADLINE: Duration = Duration::from_secs(20);
+pub const COMPLETIONS: &str = "/v1/completions";
+/// The test tokenizer's token that opens a text; the ids below are the bytes.
+pub const BOS: u32 = 256;
+
+/// An intake that passes requests on to the test, or refuses them all.
+pub struct Door {
+    calls: UnboundedSender<(Request, EventSender)>,
+    refusal: Option<RequestError>,
+}
+
+impl Actor for Door {
+    type Context = Context<Door>;
+}
+
+impl Handler<Submit> for Door {
+    type Result = Result<Vec<TokenStream>, RequestError>;
+
+    fn handle(&mut self, Submit(requests): Submit, _: &mut Self::Context) -> Self::Result {
+        if let Some(refusal) = &self.refusal {
+            return Err(refusal.clone());
+        }
+        let pass_on = |request| {
+            let (events, stream) = channel();
+            self.calls.send((request, events)).expect("the test listens");
+            stream
+        };
+        Ok(requests.into_iter().map(pass_on).collect())
+    }
+}
+
+/// A server in its test.
+pub struct House {
+    pub address: SocketAddr,
+    pub calls: UnboundedReceiver<(Request, EventSender)>,
+    pub status: Arc<Status>,
+    pub stops: UnboundedSender<()>,
+    pub ending: JoinHandle<anyhow::Result<Ending>>,
+}
+
+impl House {
+    pub fn open() -> House {
+        House::with(None, |_| {})
+    }
+
+    pub fn with(refusal: Option<RequestError>, configure: impl FnOnce(&mut ServerConfig)) -> House {
+        House::draining(refusal, configure, DEADLINE)
+    }
+
+    pub fn draining(
+        refusal: Option<RequestError>,
+        configure: impl FnOnce(&mut ServerConfig),
+        drain_timeout: Duration,
+    ) -> House {
+        let mut config = Config::load(None, Overrides::default()).unwrap().server;
+        config.port = 0;
+        config.workers = 1;
+        configure(&mut config);
+        let (calls, receiver) = unbounded_channel();
+        let status = Arc::new(Status::new(Duration::ZERO));
+        let parts = ServeParts {
+            intake: IntakeHandle(Door { calls, refusal }.start().recipient()),
+            status: status.clone(),
+            tokenizer: Arc::new(tokenizer()),
+            model: ModelInfo {
+                name: "tiny".into(),
+                context: 64,
+                longest: 64,
+                choices_max: 300,
+                vocab: 257,
+                eos: vec![],
+                defaults: Default::default(),
+                chat: Some(Arc::new(template())),
+                created: 1,
+            },
+        };
+        let server = Server::bind(parts, config).unwrap();
+        let address = server.address();
+        let (stops, stopped) = unbounded_channel();
+        let ending = spawn(server.run(stopped, drain_timeout));
+        House { address, calls: receiver, status, stops, ending }
+    }
+
+    /// The next request that came through the door.
+    pub async fn call(&mut self) -> (Request, EventSender) {
+        timeout(DEADLINE, self.calls.recv()).await.expect("a request comes in").expect("the door is there")
+    }
+
+    pub async fn get(&self, path: &str) -> Response {
+        Client::send(self.address, "GET", path, "", "").await.response().await
+    }
+
+    pub async fn post(&self, body: &str) -> Response {
+        self.begin(body).await.response().await
+    }
+
+    pub async fn begin(&self, body: &str) -> Client {
+        Client::send(self.address, "POST", COMPLETIONS, "", body).await
+    }
+
+    /// Posts `body` while the engine plays `events`, and gives the answer.
+    pub async fn play(&mut self, body: Value, events: Vec<TokenEvent>) -> (Request, Response) {
+        let client = self.begin(&body.to_string()).await;
+        let (request, sender) = self.call().await;
+        events.into_iter().for_each(|event| sender.send(event));
+        drop(sender);
+        (request, client.response().await)
+    }
+
+    pub async fn ending(self) -> Ending {
+        timeout(DEADLINE, self.ending).await.expect("the server ends").unwrap().unwrap()
+    }
+
+    pub async fn close(self) {
+        self.stops.send(()).unwrap();
+        assert_eq!(self.ending().await, Ending::Drained);
+    }
+}
+
+/// A connection with a request on its way.
+pub struct Client {
+    pub stream: TcpStream,
+    pub read: Vec<u8>,
+}
+
+impl Client {
+    pub async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &str) -> Client {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n{headers}");
+        let text = format!("{head}Content-Length: {length}\r\n\r\n{body}");
+        let mut rest = text.as_bytes();
+        while !rest.is_empty() {
+            stream.writable().await.unwrap();
+            // A server that has answered already may take no more.
+            match stream.try_write(rest) {
+                Ok(written) => rest = &rest[written..],
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(_) => break,
+            }
+        }
+        Client { stream, read: Vec::new() }
+    }
+
+    /// Reads once; false at the end.
+    pub async fn read_on(&mut self) -> bool {
+        let mut buffer = [0; 4096];
+        loop {
+            timeout(DEADLINE, self.stream.readable()).await.expect("the server goes on").unwrap();
+            match self.stream.try_read(&mut buffer) {
+                Ok(0) => return false,
+                Ok(length) => {
+                    self.read.extend_from_slice(&buffer[..length]);
+                    return true;
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    pub async fn read_until(&mut self, needle: &str) {
+        while !String::from_utf8_lossy(&self.read).contains(needle) {
+            assert!(self.read_on().await, "no {needle} in {}", String::from_utf8_lossy(&self.read));
+        }
+    }
+
+    pub async fn response(mut self) -> Response {
+        while self.read_on().await {}
+        let end = self.read.windows(4).position(|four| four == b"\r\n\r\n").expect("there is a head");
+        let head = String::from_utf8(self.read[..end].to_vec()).unwrap().to_ascii_lowercase();
+        let raw = &self.read[end + 4..];
+        let (body, chunks) = match head.contains("transfer-encoding: chunked") {
+            true => dechunked(raw),
+            false => (raw.to_vec(), 1),
+        };
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Response {
+            status,
+            head,
+            body: String::from_utf8(body).expect("no half character ever leaves"),
+            chunks,
+        }
+    }
+}
+
+/// The body, and how many chunks it came in.
+pub fn dechunked(mut raw: &[u8]) -> (Vec<u8>, usize) {
+    let (mut body, mut chunks) = (Vec::new(), 0);
+    loop {
+        let line = raw.windows(2).position(|two| two == b"\r\n").expect("a chunk has a length");
+        let length = usize::from_str_radix(std::str::from_utf8(&raw[..line]).unwrap(), 16).unwrap();
+        let chunk = &raw[line + 2..];
+        if length == 0 {
+            return (body, chunks);
+        }
+        chunks += 1;
+        std::str::from_utf8(&chunk[..length]).expect("each chunk is whole characters");
+        body.extend_from_slice(&chunk[..length]);
+        raw = &chunk[length + 2..];
+    }
+}
+
+pub struct Response {
+    pub status: u16,
+    /// In lower case.
+    pub head: String,
+    pub body: String,
+    /// Writes the body came in, as far as that shows.
+    pub chunks: usize,
+}
+
+impl Response {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.body))
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let lines = self.head.lines();
+        lines.filter_map(|line| line.split_once(": ")).find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+
+    /// The events of a stream that is over: only `data:` lines, the last of them `[DONE]`.
+    pub fn events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.body);
+        let frames = self.body.strip_suffix("\n\n").expect("the last event is closed").split("\n\n");
+        let mut data: Vec<_> =
+            frames.map(|frame| frame.strip_prefix("data: ").unwrap_or_else(|| panic!("{frame}"))).collect();
+        assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
+        data.into_iter().map(|json| serde_json::from_str(json).unwrap()).collect()
+    }
+
+    /// Checks that this is the error object, and gives its `code` and `param`.
+    pub fn error(&self) -> (String, Value) {
+        let error = &self.json()["error"];
+        let text = |key: &str| error[key].as_str().unwrap_or_else(|| panic!("no {key}: {error}")).to_string();
+        assert!(!text("message").is_empty() && text("type").ends_with("_error"), "{error}");
+        (text("code"), error["param"].clone())
+    }
+}
+
+/// Every byte is a token, and 256 opens a text.
+pub fn tokenizer() -> Tokenizer {
+    // Byte-level vocabularies write each byte as a printable character of its own.
+    let is_printable = |byte: &u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let mut others = 0x100..;
+    let letter = |byte: u32| char::from_u32(if is_printable(&byte) { byte } else { others.next().unwrap() });
+    let vocab: serde_json::Map<_, _> =
+        (0..256).map(letter).zip(0..).map(|(c, id)| (c.unwrap().into(), json!(id))).collect();
+    let byte_level =
+        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
+    let added = json!([{
+        "id": BOS, "content": "<s>", "special": true,
+        "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
+    }]);
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "vocab": vocab, "merges": []
+        }
+    });
+    let config = json!({ "bos_token": "<s>", "add_bos_token": false });
+    let folder = Scratch::new();
+    folder.write("tokenizer.json", file.to_string().as_bytes());
+    folder.write("tokenizer_config.json", config.to_string().as_bytes());
+    Tokenizer::from_folder(&folder.folder()).unwrap()
+}
+
+/// Generated tokens, one for each byte of `text`, and the end.
+pub fn answer(text: &str) -> Vec<TokenEvent> {
+    let tokens = text.bytes().map(|byte| TokenEvent::Token(bare(byte.into())));
+    tokens.chain([TokenEvent::Finished(FinishReason::Length)]).collect()
+}
+
+pub fn bare(id: u32) -> Token {
+    Token { id, logprob: None, top: vec![] }
+}
+
+pub fn scored(id: u32, logprob: f32, top: &[(u32, f32)]) -> Token {
+    Token { id, logprob: Some(logprob), top: top.to_vec() }
+}
+
+/// Waits until something is so.
+pub async fn until(is_so: impl Fn() -> bool) {
+    let turns = async {
+        while !is_so() {
+            task::yield_now().await;
+        }
+    };
+    timeout(DEADLINE, turns).await.expect("it comes true in time");
+}
+
+/// Joins a field of every choice of a stream.
+pub fn joined(events: &[Value], list: impl Fn(&Value) -> &Value) -> Vec<Value> {
+    let lists = events.iter().map(|event| list(&event["choices"][0]));
+    lists.filter_map(Value::as_array).flatten().cloned().collect()
+}
+
+/// `<s>`, then each turn as `role:content;`, then the turn to be spoken.
+fn template() -> ChatTemplate {
+    let source = "{{ bos_token }}{% for m in messages %}{% if m.role == 'robot' %}\
+                  {{ raise_exception('no robots') }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}\
+                  {% if add_generation_prompt %}assistant:{% endif %}";
+    let special = [("bos_token".to_owned(), "<s>".to_owned())].into();
+    ChatTemplate::new("the test's template", source, special).unwrap()
+}

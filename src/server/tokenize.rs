@@ -1,0 +1,58 @@
+//! `POST /v1/tokenize` and `POST /v1/detokenize`: text to ids and back, as the other paths do it.
+//!
+//! Invariant: the engine is not asked.
+
+use super::ServeParts;
+use super::chat::put;
+use super::error::ApiError;
+use super::fields::{Fields, brief};
+use super::params::{conversation, token_id};
+use super::respond::{check_model, encode};
+use super::wire::{Detokenized, Tokenized};
+use serde_json::Value;
+
+/// The ids of a text, or of messages.
+pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<Tokenized, ApiError> {
+    let mut fields = Fields::of_body(body)?;
+    check_model(&fields.text("model")?, &parts.model.name)?;
+    let with_texts = fields.flag("return_token_strs", false)?;
+    let prompt = fields.text("prompt")?;
+    if prompt.is_some() && fields.take("messages").is_some() {
+        return Err(ApiError::invalid("messages", "there can be 'prompt' or 'messages', not both"));
+    }
+    let is_chat = prompt.is_none();
+    let add_special = fields.flag("add_special_tokens", !is_chat)?;
+    let tokens = match prompt {
+        Some(text) => encode(parts, &text, add_special, "prompt")?,
+        None => encode(parts, &put(parts, &conversation(&mut fields)?)?, add_special, "messages")?,
+    };
+    fields.refuse_others(&[])?;
+    let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
+    Ok(Tokenized {
+        count: tokens.len(),
+        max_model_len: parts.model.longest,
+        token_strs: with_texts.then(texts),
+        tokens,
+    })
+}
+
+/// The text of ids, special tokens among it.
+pub fn detokenize(parts: &ServeParts, body: &[u8]) -> Result<Detokenized, ApiError> {
+    let mut fields = Fields::of_body(body)?;
+    check_model(&fields.text("model")?, &parts.model.name)?;
+    let error = |message| ApiError::invalid("tokens", message);
+    let ids: Vec<u32> = match fields.take("tokens") {
+        Some(Value::Array(list)) => {
+            let ids = list.iter().map(|value| token_id(value, parts.model.vocab));
+            ids.collect::<Result<_, _>>().map_err(error)?
+        }
+        None => return Err(error("'tokens' is missing".into())),
+        Some(other) => {
+            return Err(error(format!("'tokens' must be a list of token ids, not {}", brief(&other))));
+        }
+    };
+    fields.refuse_others(&[])?;
+    let text = parts.tokenizer.decode(&ids, false);
+    let prompt = text.map_err(|reason| error(format!("cannot be put into text: {reason}")))?;
+    Ok(Detokenized { prompt })
+}

@@ -1,0 +1,78 @@
+//! A completion's choice: text, and log-probabilities in four lists.
+//!
+//! Invariant: the lists have one entry for each token, and an offset counts characters of the choice's text.
+
+use super::{Finish, Part, TokenIds, writable};
+use crate::actors::reply::PlacedToken;
+use crate::text::Tokenizer;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+/// The answer, or a part of it.
+#[derive(Debug, Serialize)]
+pub struct Choice {
+    pub index: usize,
+    pub text: String,
+    pub logprobs: Option<Logprobs>,
+    #[serde(flatten)]
+    pub finish: Finish,
+    #[serde(flatten)]
+    pub ids: TokenIds,
+}
+
+/// One entry for each token, in four lists.
+#[derive(Debug, Default, Serialize)]
+pub struct Logprobs {
+    pub tokens: Vec<String>,
+    /// Null for a prompt's first token.
+    pub token_logprobs: Vec<Option<f32>>,
+    pub top_logprobs: Vec<Option<TopLogprobs>>,
+    /// Characters before the token in the text.
+    pub text_offset: Vec<usize>,
+}
+
+/// Texts of the most likely tokens with their log-probabilities, most likely first, and the token itself.
+/// No text stands twice; the more likely token has it.
+#[derive(Debug)]
+pub struct TopLogprobs(Vec<(String, f32)>);
+
+impl Logprobs {
+    /// Those of a part's tokens.
+    pub fn of(part: &Part, tokenizer: &Tokenizer) -> Logprobs {
+        let mut logprobs = Logprobs::default();
+        part.tokens.iter().for_each(|placed| logprobs.push(placed, tokenizer));
+        logprobs
+    }
+
+    fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, tokenizer: &Tokenizer) {
+        let text = tokenizer.token_text(token.id);
+        let own = token.logprob.map(writable);
+        self.top_logprobs.push(own.map(|own| TopLogprobs::of(&token.top, (&text, own), tokenizer)));
+        self.tokens.push(text);
+        self.token_logprobs.push(own);
+        self.text_offset.push(*offset);
+    }
+}
+
+impl TopLogprobs {
+    fn of(top: &[(u32, f32)], (text, own): (&str, f32), tokenizer: &Tokenizer) -> TopLogprobs {
+        let likely = top.iter().map(|(id, logprob)| (tokenizer.token_text(*id), writable(*logprob)));
+        let mut entries: Vec<(String, f32)> = Vec::with_capacity(top.len() + 1);
+        for (name, logprob) in likely.chain([(text.to_string(), own)]) {
+            if entries.iter().all(|(known, _)| *known != name) {
+                entries.push((name, logprob));
+            }
+        }
+        TopLogprobs(entries)
+    }
+}
+
+impl Serialize for TopLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (text, logprob) in &self.0 {
+            map.serialize_entry(text, logprob)?;
+        }
+        map.end()
+    }
+}

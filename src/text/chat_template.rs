@@ -1,0 +1,520 @@
+//! Chat templates: from a list of messages to the text the model was trained to answer. The language is
+//! Jinja as `transformers` runs it. A template comes with the model's files and is trusted no further than
+//! they are: it reaches neither files nor environment, and neither loops nor writes without end. What it builds
+//! in memory on the way is not bounded, no more than elsewhere where templates are run.
+//!
+//! Invariant: the same chat, at the same time of day, always becomes the same text.
+
+use super::jinja::{self, Clock, Refusal};
+use anyhow::{Context, Result, anyhow};
+use jiff::Zoned;
+use minijinja::{Environment, Error, ErrorKind, Value};
+use serde_json::{Map, Value as Json};
+use std::collections::BTreeMap;
+use std::error::Error as _;
+use std::fmt;
+use std::io;
+
+/// What one rendering may give.
+const TEXT_BYTES_MAX: usize = 64 << 20;
+
+/// Put behind the final message to find its end in the text. Templates may take the blank away.
+const END_MARK: &str = "<mainstem:the-final-message-goes-on> ";
+
+/// Stands for what a user says, to learn what a template takes.
+const PROBE: &str = "mainstem:probe";
+
+/// A compiled template.
+pub struct ChatTemplate {
+    env: Environment<'static>,
+    /// Where the source is from; also the template's name.
+    origin: String,
+    /// The model's special tokens by name, such as `bos_token`.
+    special: Vec<(String, Value)>,
+    takes: Takes,
+}
+
+/// A conversation, and how to put it.
+#[derive(Clone, Copy, Debug)]
+pub struct Chat<'a> {
+    pub messages: &'a [Message],
+    /// Open the assistant's turn at the end.
+    pub add_generation_prompt: bool,
+    /// Leave the final message open, so that the model goes on with it.
+    pub continue_final_message: bool,
+    /// Variables for the template beside the usual ones; they go before special tokens of the same name.
+    pub kwargs: &'a Map<String, Json>,
+}
+
+/// One turn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message {
+    pub role: String,
+    pub content: Option<Content>,
+    /// Other fields, such as `name`, as they came.
+    pub extra: Map<String, Json>,
+}
+
+/// What is said in a turn.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    Text(String),
+    /// Pieces of text. A template that does not know of parts gets them as lines of one text.
+    Parts(Vec<String>),
+}
+
+/// Why there is no text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TemplateError {
+    /// The template, or the rules for its variables, will not have this conversation: the client's fault.
+    #[error("{0}")]
+    Refused(String),
+    /// The template broke, with the place.
+    #[error("the chat template failed: {0}")]
+    Failed(String),
+}
+
+/// What a template can read as a message's content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Takes {
+    Text,
+    Parts,
+    Either,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`. Errors name `origin` and the line.
+    pub fn new(origin: &str, source: &str, special: BTreeMap<String, String>) -> Result<ChatTemplate> {
+        ChatTemplate::with_clock(origin, source, special, Zoned::now)
+    }
+
+    fn with_clock(
+        origin: &str,
+        source: &str,
+        special: BTreeMap<String, String>,
+        clock: Clock,
+    ) -> Result<ChatTemplate> {
+        let mut env = jinja::environment(clock);
+        env.add_template_owned(origin.to_string(), jinja::prepared(source))
+            .map_err(|error| anyhow!(place(origin, &error)))
+            .context("the chat template cannot be compiled")?;
+        let special = special.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
+        let mut template = ChatTemplate { env, origin: origin.to_string(), special, takes: Takes::Text };
+        template.takes = template.probe();
+        Ok(template)
+    }
+
+    /// The prompt for `chat`.
+    pub fn render(&self, chat: &Chat) -> Result<String, TemplateError> {
+        let reserved = ["messages", "add_generation_prompt"];
+        if let Some(name) = reserved.into_iter().find(|name| chat.kwargs.contains_key(*name)) {
+            return Err(TemplateError::Refused(format!("chat_template_kwargs must not set '{name}'")));
+        }
+        if !chat.continue_final_message {
+            return self.text(chat, chat.messages);
+        }
+        let mut messages = chat.messages.to_vec();
+        let last =
+            messages.last_mut().and_then(|message| message.content.as_mut()).and_then(Content::last_mut);
+        let Some(last) = last else {
+            let message = "continue_final_message needs a final message with a text".to_string();
+            return Err(TemplateError::Refused(message));
+        };
+        let said = last.trim().to_string();
+        last.push_str(END_MARK);
+        let text = self.text(chat, &messages)?;
+        cut(text, &said)
+    }
+
+    fn text(&self, chat: &Chat, messages: &[Message]) -> Result<String, TemplateError> {
+        let messages: Value = messages.iter().map(|message| self.message(message)).collect();
+        let nothing = ["tools", "documents"].map(|name| (name, Value::from(())));
+        let special = self.special.iter().map(|(name, token)| (name.as_str(), token.clone()));
+        let kwargs = chat.kwargs.iter().map(|(name, value)| (name.as_str(), value_of(value)));
+        let usual = [("messages", messages), ("add_generation_prompt", chat.add_generation_prompt.into())];
+        let variables = nothing.into_iter().chain(special).chain(kwargs).chain(usual);
+        let mut text = Text(Vec::new());
+        let template = self.env.get_template(&self.origin).expect("it was added; anything else is a bug");
+        template
+            .render_captured_to(Value::from_pairs(variables), &mut text)
+            .map_err(|error| self.blame(&error))?;
+        Ok(String::from_utf8(text.0).expect("a template writes text; anything else is a bug"))
+    }
+
+    fn message(&self, message: &Message) -> Value {
+        let content = message.content.as_ref().map(|content| match (content, self.takes) {
+            (Content::Text(text), Takes::Parts) => parts(std::slice::from_ref(text)),
+            (Content::Text(text), _) => text.into(),
+            (Content::Parts(texts), Takes::Text) => texts.join("\n").into(),
+            (Content::Parts(texts), _) => parts(texts),
+        });
+        let fields = [("role", Value::from(&message.role)), ("content", content.into())];
+        let extra = message.extra.iter().map(|(name, value)| (name.as_str(), value_of(value)));
+        Value::from_pairs(fields.into_iter().chain(extra))
+    }
+
+    /// Learns what the template reads: a part that comes out as its bare text does was understood.
+    fn probe(&mut self) -> Takes {
+        let mut with = |takes| {
+            self.takes = takes;
+            let message = Message::new("user", PROBE);
+            let kwargs = Map::new();
+            let chat = Chat {
+                messages: &[message],
+                add_generation_prompt: false,
+                continue_final_message: false,
+                kwargs: &kwargs,
+            };
+            self.render(&chat).ok().filter(|text| text.contains(PROBE))
+        };
+        // Between quotes it stands in a list that was printed.
+        let read =
+            |text: &String| !text.contains(&format!("'{PROBE}'")) && !text.contains(&format!("\"{PROBE}\""));
+        match (with(Takes::Text), with(Takes::Parts)) {
+            (None, Some(parts)) if read(&parts) => Takes::Parts,
+            (Some(text), Some(parts)) if text == parts => Takes::Either,
+            _ => Takes::Text,
+        }
+    }
+
+    fn blame(&self, error: &Error) -> TemplateError {
+        let mut cause: Option<&dyn std::error::Error> = Some(error);
+        while let Some(at) = cause {
+            if let Some(Refusal(message)) = at.downcast_ref() {
+                return TemplateError::Refused(message.clone());
+            }
+            cause = at.source();
+        }
+        TemplateError::Failed(match error.kind() {
+            ErrorKind::OutOfFuel => format!("{}: it does not come to an end", self.origin),
+            ErrorKind::WriteFailure => format!("{}: the text does not come to an end", self.origin),
+            _ => place(&self.origin, error),
+        })
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ChatTemplate({})", self.origin)
+    }
+}
+
+impl Message {
+    /// A turn that is one text.
+    pub fn new(role: impl Into<String>, text: impl Into<String>) -> Message {
+        Message { role: role.into(), content: Some(Content::Text(text.into())), extra: Map::new() }
+    }
+}
+
+impl Content {
+    fn last_mut(&mut self) -> Option<&mut String> {
+        match self {
+            Content::Text(text) => Some(text),
+            Content::Parts(texts) => texts.last_mut(),
+        }
+    }
+}
+
+/// The text up to the end of the final message, which says `said`.
+fn cut(mut text: String, said: &str) -> Result<String, TemplateError> {
+    let Some(end) = text.rfind(END_MARK.trim_end()).filter(|_| text.contains(said)) else {
+        let message = "continue_final_message: the chat template changes or hides the final message";
+        return Err(TemplateError::Refused(message.to_string()));
+    };
+    let is_whole = text[end..].starts_with(END_MARK);
+    text.truncate(end);
+    // A template that trims the mark's blank would have trimmed the message's own.
+    if !is_whole {
+        text.truncate(text.trim_end().len());
+    }
+    Ok(text)
+}
+
+/// The deepest error's words, with its line.
+fn place(origin: &str, error: &Error) -> String {
+    let mut error = error;
+    while let Some(inner) = error.source().and_then(|source| source.downcast_ref()) {
+        error = inner;
+    }
+    let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
+    let detail = error.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
+    format!("{origin}{line}: {}{detail}", error.kind())
+}
+
+fn parts(texts: &[String]) -> Value {
+    texts.iter().map(|text| Value::from_pairs([("type", "text"), ("text", text)])).collect()
+}
+
+fn value_of(json: &Json) -> Value {
+    match json {
+        Json::Null => ().into(),
+        Json::Bool(value) => (*value).into(),
+        Json::String(text) => text.into(),
+        Json::Array(items) => items.iter().map(value_of).collect(),
+        Json::Object(fields) => Value::from_pairs(fields.iter().map(|(name, value)| (name, value_of(value)))),
+        Json::Number(number) => match (number.as_i64(), number.as_u64()) {
+            (Some(number), _) => number.into(),
+            (_, Some(number)) => number.into(),
+            _ => number.as_f64().unwrap_or(f64::NAN).into(),
+        },
+    }
+}
+
+/// Takes a rendering's text, up to a limit.
+struct Text(Vec<u8>);
+
+impl io::Write for Text {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::{Path, PathBuf};
+
+    /// What comes out otherwise than from Python, and no template that was seen needs.
+    const DIFFERENT: &[&str] = &[
+        "'%s is %d years and %.2f' % ('Ann', 30, 1.5)",
+        "'%s' % 'one'",
+        "'%05d|%-4s|%x' % (42, 'ab', 255)",
+        "'%r' % 'q'",
+        "'%%' % ()",
+        "'\\U0001F600'",
+        "1e16",
+        "0.00001",
+        "1.0e-10",
+        "[1e16, 0.00001]",
+        "'x'.center(4, '*')",
+        "'7'.zfill(3)",
+        "'Ab'.swapcase()",
+        "'a\\tb'.expandtabs(4)",
+        "'banana'.find('an', 2)",
+        "'one two three' | wordcount",
+        "'one two three four' | truncate(9)",
+        "1 is callable",
+    ];
+
+    fn fixtures() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat")
+    }
+
+    fn recorded(path: &Path) -> Json {
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+    }
+
+    /// The time at which the recorded answers were made.
+    fn then() -> Zoned {
+        jiff::civil::date(2025, 3, 4).at(15, 6, 7, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap()
+    }
+
+    fn special(file: &Json) -> BTreeMap<String, String> {
+        serde_json::from_value(file["special"].clone()).unwrap()
+    }
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::with_clock("a.jinja", source, BTreeMap::new(), then).unwrap()
+    }
+
+    fn message(json: &Json) -> Message {
+        let mut extra = json.as_object().unwrap().clone();
+        let role = extra.remove("role").unwrap().as_str().unwrap().to_string();
+        let content = match extra.remove("content").unwrap() {
+            Json::String(text) => Some(Content::Text(text)),
+            Json::Array(parts) => {
+                let text = |part: &Json| part["text"].as_str().unwrap().to_string();
+                Some(Content::Parts(parts.iter().map(text).collect()))
+            }
+            _ => None,
+        };
+        Message { role, content, extra }
+    }
+
+    fn messages(json: &Json) -> Vec<Message> {
+        json.as_array().unwrap().iter().map(message).collect()
+    }
+
+    /// Whether the outcome is the recorded one: its text, its refusal, or no text at all.
+    fn agrees(outcome: &Result<String, TemplateError>, recorded: &Json) -> bool {
+        match outcome {
+            Ok(text) => recorded["text"] == text.as_str(),
+            Err(TemplateError::Refused(message)) if recorded.get("refused").is_some() => {
+                recorded["refused"] == message.as_str()
+            }
+            Err(_) => recorded.get("failed").is_some(),
+        }
+    }
+
+    fn render(template: &ChatTemplate, said: &[Message]) -> Result<String, TemplateError> {
+        let kwargs = Map::new();
+        template.render(&Chat {
+            messages: said,
+            add_generation_prompt: true,
+            continue_final_message: false,
+            kwargs: &kwargs,
+        })
+    }
+
+    #[test]
+    fn templates_give_what_transformers_gives() {
+        let entries = std::fs::read_dir(fixtures()).unwrap().map(|entry| entry.unwrap().path());
+        let paths: Vec<_> = entries.filter(|path| path.extension().is_some_and(|e| e == "jinja")).collect();
+        assert!(paths.len() >= 10);
+        let mut wrong = Vec::new();
+        for path in paths {
+            let file = recorded(&path.with_extension("json"));
+            let (name, source) = (path.display().to_string(), std::fs::read_to_string(&path).unwrap());
+            let template = ChatTemplate::with_clock(&name, &source, special(&file), then).unwrap();
+            for case in file["cases"].as_array().unwrap() {
+                let outcome = template.render(&Chat {
+                    messages: &messages(&case["messages"]),
+                    add_generation_prompt: case["add_generation_prompt"] == true,
+                    continue_final_message: case["continue_final_message"] == true,
+                    kwargs: case["kwargs"].as_object().unwrap(),
+                });
+                if !agrees(&outcome, case) {
+                    wrong.push(format!("{name}: {case}\n  here: {outcome:?}"));
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
+    #[test]
+    fn expressions_give_what_python_gives() {
+        let file = recorded(&fixtures().join("expressions.json"));
+        let said = messages(&file["messages"]);
+        let mut different = Vec::new();
+        for case in file["expressions"].as_array().unwrap() {
+            let expression = case["expression"].as_str().unwrap();
+            let source = format!("{{{{ {expression} }}}}");
+            let template = ChatTemplate::new("a.jinja", &source, special(&file));
+            let outcome = match &template {
+                Ok(template) => render(template, &said),
+                Err(error) => Err(TemplateError::Failed(format!("{error:#}"))),
+            };
+            if !agrees(&outcome, case) {
+                eprintln!("{expression}: {case}\n  here: {outcome:?}");
+                different.push(expression);
+            }
+        }
+        assert_eq!(different, DIFFERENT);
+    }
+
+    #[test]
+    fn what_a_template_takes_is_found_out() {
+        for (name, takes) in [
+            ("chatml", Takes::Text),
+            ("folded", Takes::Text),
+            ("tools", Takes::Text),
+            ("thinking", Takes::Text),
+            ("either", Takes::Either),
+            ("typed", Takes::Parts),
+        ] {
+            let source = std::fs::read_to_string(fixtures().join(name).with_extension("jinja")).unwrap();
+            assert_eq!(template(&source).takes, takes, "{name}");
+        }
+        // One that needs a variable it is not given here cannot be asked.
+        assert_eq!(template("{{ needed.inner }}{{ messages[0].content }}").takes, Takes::Text);
+    }
+
+    #[test]
+    fn lines_end_in_one_way_whatever_wrote_the_file() {
+        let written = template("{% if true %}\r\na\r\n{{ 'b\r\nc' }}\r{% endif %}\r\n");
+        assert_eq!(render(&written, &[]).unwrap(), "a\nb\nc\n");
+    }
+
+    #[test]
+    fn what_cannot_be_compiled_is_told_with_its_line() {
+        let error = ChatTemplate::new("some/chat.jinja", "a\n{% if %}", BTreeMap::new()).err().unwrap();
+        assert!(format!("{error:#}").contains("some/chat.jinja, line 2: syntax error"), "{error:#}");
+    }
+
+    #[test]
+    fn what_fails_is_told_with_its_line_and_what_is_refused_in_its_words() {
+        let said = [Message::new("user", "hi")];
+        let failed = |source: &str| match render(&template(source), &said) {
+            Err(TemplateError::Failed(message)) => message,
+            other => panic!("{source}: {other:?}"),
+        };
+        assert!(failed("\n{{ messages[0].no.thing }}").starts_with("a.jinja, line 2: undefined value"));
+        assert!(failed("\n{% macro m() %}\n{{ none.x() }}{% endmacro %}{{ m() }}").contains("line 3"));
+        assert!(failed("{{ strftime_now('%!') }}").contains("line 1"));
+        for source in ["{% include 'Cargo.toml' %}", "{% import '/etc/hostname' as x %}", "{{ debug() }}"] {
+            failed(source);
+        }
+        let refused = Err(TemplateError::Refused("not so".into()));
+        let source = "{% macro m() %}{{ raise_exception('not so') }}{% endmacro %}{{ m() }}";
+        assert_eq!(render(&template(source), &said), refused);
+    }
+
+    #[test]
+    fn an_endless_template_ends() {
+        let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+        let long = "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}";
+        for (source, part) in [
+            (loops, "it does not come to an end"),
+            (long, "the text does not come to an end"),
+            ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion limit"),
+        ] {
+            let error = render(&template(source), &[]).unwrap_err();
+            assert!(error.to_string().contains(part), "{source}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_long_conversation_is_far_from_the_limits() {
+        let source = std::fs::read_to_string(fixtures().join("dated.jinja")).unwrap();
+        let said: Vec<_> = (0..10_000).map(|i| Message::new("user", format!("{i}."))).collect();
+        let text = render(&template(&source), &said).unwrap();
+        assert!(text.contains("9998.") && text.contains("9999."));
+    }
+
+    #[test]
+    fn the_variables_that_are_the_servers_cannot_be_set() {
+        let kwargs = Map::from_iter([("messages".to_string(), Json::Null)]);
+        let chat = Chat {
+            messages: &[],
+            add_generation_prompt: true,
+            continue_final_message: false,
+            kwargs: &kwargs,
+        };
+        let error = template("{{ messages }}").render(&chat).unwrap_err();
+        let message = "chat_template_kwargs must not set 'messages'".to_string();
+        assert_eq!(error, TemplateError::Refused(message));
+    }
+
+    #[test]
+    fn only_a_message_that_is_shown_can_be_continued() {
+        let kwargs = Map::new();
+        let said = |messages: &[Message], source: &str| {
+            template(source).render(&Chat {
+                messages,
+                add_generation_prompt: false,
+                continue_final_message: true,
+                kwargs: &kwargs,
+            })
+        };
+        let hi = [Message::new("assistant", "hi ")];
+        assert_eq!(said(&hi, "<{{ messages[0].content }}>").unwrap(), "<hi ");
+        assert_eq!(said(&hi, "<{{ messages[0].content | trim }}>").unwrap(), "<hi");
+        let silent = [Message { content: None, ..hi[0].clone() }];
+        for (messages, source) in [
+            (&hi[..], "hidden"),
+            (&hi, "{{ messages[0].content | upper }}"),
+            (&[], "{{ messages }}"),
+            (&silent, "{{ messages[0].content }}"),
+        ] {
+            assert!(matches!(said(messages, source), Err(TemplateError::Refused(_))), "{source}");
+        }
+    }
+}

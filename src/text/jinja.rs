@@ -1,0 +1,339 @@
+//! Jinja as chat templates expect it: Python's. The engine is close to it; what templates were seen to need
+//! beyond it is here, and the tests of `chat_template` hold both to what Python gives.
+//!
+//! Invariant: whatever a template does, it reaches nothing outside its variables.
+
+use jiff::Zoned;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, StringInput, Tuple, ValueKind, from_args};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters};
+use minijinja_contrib::globals::{cycler, joiner};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use std::fmt;
+use std::sync::Arc;
+
+/// What one rendering may take; a conversation of a thousand messages takes about a fiftieth of it.
+const INSTRUCTIONS_MAX: u64 = 5_000_000;
+
+/// Nested macros cost four each; more would not fit a thread's stack in debug builds.
+const DEPTH_MAX: usize = 200;
+
+/// Longest text that padding makes.
+const WIDTH_MAX: usize = 10_000;
+
+/// What `strftime_now` reads.
+pub type Clock = fn() -> Zoned;
+
+/// The message of a template's `raise_exception`.
+#[derive(Debug)]
+pub struct Refusal(pub String);
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+/// The language, with a clock for `strftime_now`.
+pub fn environment(clock: Clock) -> Environment<'static> {
+    let mut env = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    env.set_syntax(syntax.expect("no delimiter is changed; anything else is a bug"));
+    env.set_auto_escape_callback(|_| AutoEscape::None);
+    env.set_recursion_limit(DEPTH_MAX);
+    env.set_fuel(Some(INSTRUCTIONS_MAX));
+    env.set_unknown_method_callback(method);
+    env.add_filter("tojson", to_json);
+    env.add_filter("int", int);
+    env.add_filter("float", float);
+    env.add_filter("replace", replace);
+    env.add_test("sequence", |value: &Value| {
+        matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
+    });
+    env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
+        Err(invalid("refused").with_source(Refusal(message.to_string())))
+    });
+    env.add_function("strftime_now", move |format: &str| {
+        jiff::fmt::strtime::format(format, &clock()).map_err(|error| invalid(error.to_string()))
+    });
+    env.add_function("cycler", |items: Rest<Value>| cycler(items.0));
+    env.add_function("joiner", joiner);
+    env.remove_global("debug");
+    env
+}
+
+fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
+}
+
+/// The source as the engine reads it. Lines end as Python ends them. `{% generation %}` marks the assistant's
+/// words for training and changes no text; `with` scopes the same.
+pub fn prepared(source: &str) -> String {
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let mut text = String::with_capacity(source.len());
+    let mut rest = source.as_str();
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        text.push_str(before);
+        let length = tag.find("%}").map_or(tag.len(), |end| end + 2);
+        let (tag, behind) = tag.split_at(length);
+        let inner = tag.trim_start_matches("{%").trim_end_matches("%}").trim_matches(['-', '+']).trim();
+        match inner {
+            "generation" => text.push_str(&tag.replacen("generation", "with", 1)),
+            "endgeneration" => text.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ => text.push_str(tag),
+        }
+        rest = behind;
+    }
+    text + rest
+}
+
+/// As `filters::int`, but what is no number is the default, which is 0.
+fn int(state: &State, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    let default = default.or(options.get("default")?).unwrap_or(Value::from(0));
+    filters::int(state, value, Some(default), None, options)
+}
+
+/// As [`int`] for fractions.
+fn float(state: &State, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    let default = default.or(options.get("default")?).unwrap_or(Value::from(0.0));
+    filters::float(state, value, Some(default), options)
+}
+
+fn replace(text: StringInput, from: &str, to: &str, count: Option<usize>) -> String {
+    match count {
+        Some(count) => text.as_str().replacen(from, to, count),
+        None => text.as_str().replace(from, to),
+    }
+}
+
+/// Python's methods: those that the engine's own table lacks, then that table.
+fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    let result = match value.kind() {
+        ValueKind::String => text_method(value.as_str().unwrap_or_default(), name, args)?,
+        ValueKind::Seq if name == "index" => {
+            let (wanted,): (&Value,) = from_args(args)?;
+            let found = value.try_iter()?.position(|item| item == *wanted);
+            Some(found.ok_or_else(|| invalid("the list has no such item"))?.into())
+        }
+        ValueKind::Map if name == "copy" && args.is_empty() => Some(value.clone()),
+        _ => None,
+    };
+    match result {
+        Some(result) => Ok(result),
+        None => unknown_method_callback(state, value, name, args),
+    }
+}
+
+fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    let part = || from_args::<(&str,)>(args).map(|(part,)| part);
+    let found = |at: Option<usize>| {
+        at.map(|at| text[..at].chars().count().into()).ok_or_else(|| invalid("the text has no such part"))
+    };
+    Ok(Some(match name {
+        "removeprefix" => text.strip_prefix(part()?).unwrap_or(text).into(),
+        "removesuffix" => text.strip_suffix(part()?).unwrap_or(text).into(),
+        "partition" => partition(text.split_once(part()?), part()?, [text, "", ""]),
+        "rpartition" => partition(text.rsplit_once(part()?), part()?, ["", "", text]),
+        "split" => split(text, args)?,
+        "rsplit" => split_from_right(text, args)?,
+        "index" => found(text.find(part()?))?,
+        "rindex" => found(text.rfind(part()?))?,
+        "ljust" => pad(text, args, |blanks| (0, blanks))?,
+        "rjust" => pad(text, args, |blanks| (blanks, 0))?,
+        _ => return Ok(None),
+    }))
+}
+
+fn partition(halves: Option<(&str, &str)>, separator: &str, whole: [&str; 3]) -> Value {
+    let three = halves.map_or(whole, |(before, behind)| [before, separator, behind]);
+    Value::from(Tuple::from(three.map(Value::from)))
+}
+
+/// The separator, if any, and how often to split at most, if there is a limit.
+fn split_args(args: &[Value]) -> Result<(Option<Arc<str>>, Option<i64>), Error> {
+    let (separator, limit, options): (Option<Arc<str>>, Option<i64>, Kwargs) = from_args(args)?;
+    let separator = separator.or(options.get("sep")?);
+    let limit = limit.or(options.get("maxsplit")?).filter(|limit| *limit >= 0);
+    options.assert_all_used()?;
+    Ok((separator, limit))
+}
+
+fn split(text: &str, args: &[Value]) -> Result<Value, Error> {
+    let (separator, limit) = split_args(args)?;
+    filters::split(&text.into(), separator, limit)
+}
+
+fn split_from_right(text: &str, args: &[Value]) -> Result<Value, Error> {
+    match split_args(args)? {
+        (Some(separator), Some(limit)) => {
+            let mut pieces: Vec<_> = text.rsplitn(limit as usize + 1, &*separator).collect();
+            pieces.reverse();
+            Ok(pieces.into_iter().collect())
+        }
+        (separator, None) => filters::split(&text.into(), separator, None),
+        (None, Some(_)) => Err(invalid("rsplit: a limit needs a separator")),
+    }
+}
+
+/// The text with as many fillers before and behind it as `sides` makes of those that lack.
+fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> Result<Value, Error> {
+    let (width, filler): (usize, Option<&str>) = from_args(args)?;
+    let lacking = width.min(WIDTH_MAX).saturating_sub(text.chars().count());
+    let (before, behind) = sides(lacking);
+    let filler = filler.unwrap_or(" ");
+    Ok(format!("{}{text}{}", filler.repeat(before), filler.repeat(behind)).into())
+}
+
+/// How Python's `json.dumps` puts a value.
+struct Dump {
+    is_ascii: bool,
+    sorts_keys: bool,
+    /// One level's indentation; without it all stands on one line.
+    indent: Option<String>,
+    item_separator: String,
+    key_separator: String,
+}
+
+fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
+    let indent = match options.get::<Option<Value>>("indent")? {
+        None => None,
+        Some(indent) if indent.is_none() => None,
+        Some(indent) => match (indent.as_usize(), indent.to_str()) {
+            (Some(blanks), _) => Some(" ".repeat(blanks.min(16))),
+            (_, Some(text)) => Some(text.to_string()),
+            _ => return Err(invalid("tojson: indent must be a number or a text")),
+        },
+    };
+    let separators = options.get::<Option<Vec<String>>>("separators")?;
+    let usual = || vec![if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()];
+    let Ok([item_separator, key_separator]) = <[String; 2]>::try_from(separators.unwrap_or_else(usual))
+    else {
+        return Err(invalid("tojson: separators must be two texts"));
+    };
+    let is_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+    let sorts_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    options.assert_all_used()?;
+    let mut out = String::new();
+    Dump { is_ascii, sorts_keys, indent, item_separator, key_separator }.value(&mut out, value, 0)?;
+    Ok(out)
+}
+
+impl Dump {
+    fn value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > DEPTH_MAX {
+            return Err(invalid("tojson: nested too deeply"));
+        }
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push_str(&number(value)?),
+            ValueKind::String => self.text(out, value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
+                self.list(out, ['[', ']'], &items, depth, |out, item| self.value(out, item, depth + 1))?;
+            }
+            ValueKind::Map => {
+                let mut keys: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
+                if self.sorts_keys {
+                    keys.sort();
+                }
+                self.list(out, ['{', '}'], &keys, depth, |out, key| {
+                    self.key(out, key)?;
+                    self.value(out, &value.get_item(key)?, depth + 1)
+                })?;
+            }
+            kind => return Err(invalid(format!("tojson: cannot put {kind} as JSON"))),
+        }
+        Ok(())
+    }
+
+    fn list(
+        &self,
+        out: &mut String,
+        [open, close]: [char; 2],
+        items: &[Value],
+        depth: usize,
+        mut put: impl FnMut(&mut String, &Value) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        out.push(open);
+        for (i, item) in items.iter().enumerate() {
+            if i > 0 {
+                out.push_str(&self.item_separator);
+            }
+            self.line(out, depth + 1);
+            put(out, item)?;
+        }
+        if !items.is_empty() {
+            self.line(out, depth);
+        }
+        out.push(close);
+        Ok(())
+    }
+
+    fn line(&self, out: &mut String, depth: usize) {
+        if let Some(indent) = &self.indent {
+            out.push('\n');
+            (0..depth).for_each(|_| out.push_str(indent));
+        }
+    }
+
+    /// Keys are texts, whatever they were.
+    fn key(&self, out: &mut String, key: &Value) -> Result<(), Error> {
+        match key.kind() {
+            ValueKind::String => self.text(out, key.as_str().unwrap_or_default()),
+            ValueKind::None | ValueKind::Bool | ValueKind::Number => {
+                out.push('"');
+                self.value(out, key, 0)?;
+                out.push('"');
+            }
+            kind => return Err(invalid(format!("tojson: {kind} cannot be a key"))),
+        }
+        out.push_str(&self.key_separator);
+        Ok(())
+    }
+
+    fn text(&self, out: &mut String, text: &str) {
+        out.push('"');
+        for c in text.chars() {
+            match c {
+                '"' => out.push_str("\\\""),
+                '\\' => out.push_str("\\\\"),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                c if c < ' ' || (self.is_ascii && !c.is_ascii()) => {
+                    let mut units = [0; 2];
+                    let units = c.encode_utf16(&mut units).iter();
+                    units.for_each(|unit| out.push_str(&format!("\\u{unit:04x}")));
+                }
+                c => out.push(c),
+            }
+        }
+        out.push('"');
+    }
+}
+
+/// A number in Python's words.
+fn number(value: &Value) -> Result<String, Error> {
+    if value.is_integer() {
+        return Ok(value.to_string());
+    }
+    let float = f64::try_from(value.clone())?;
+    if !float.is_finite() {
+        let word = if float.is_nan() { "NaN" } else { "Infinity" };
+        return Ok(format!("{}{word}", if float < 0.0 { "-" } else { "" }));
+    }
+    let scientific = format!("{float:e}");
+    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    Ok(match exponent {
+        -4..16 => format!("{float:?}"),
+        16.. => format!("{digits}e+{exponent:02}"),
+        _ => format!("{digits}e-{:02}", -exponent),
+    })
+}

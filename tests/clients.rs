@@ -1,0 +1,261 @@
+//! What others' programs make of this one: the official OpenAI package in a scripted session, and promtool on
+//! `/metrics` and on the monitoring files. What is not on this machine is told and counted, which a test
+//! harness would keep to itself: hence a binary without one.
+//!
+//! `CLIENTS_PYTHON` is a Python with the packages of `clients/requirements.txt`, else that of
+//! `target/clients-venv`. With `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a
+//! missing promtool. (The prefix of the program's own settings is not theirs: it refuses those it does not know.)
+//!
+//! Invariant: every check is one line, and the last line counts them.
+
+#[path = "it/program.rs"]
+mod program;
+
+use serde_json::json;
+use std::env;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// Longer than a server takes to start, or a tool to answer.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Longer than the whole session.
+const SESSION: Duration = Duration::from_secs(540);
+
+const KEY: &str = "the-key-of-this-test";
+
+fn main() -> ExitCode {
+    // As a harness would: `cargo test NAME` runs what has NAME in its name.
+    let filters: Vec<_> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    if !filters.is_empty() && !filters.iter().any(|filter| "clients".contains(filter.as_str())) {
+        println!("clients: not run, for none of {filters:?} is in its name");
+        return ExitCode::SUCCESS;
+    }
+    let mut report = Report::default();
+    let result = checks(&mut report);
+    if result.is_err() {
+        report.result("the servers", result);
+    }
+    report.end()
+}
+
+fn checks(report: &mut Report) -> Result<(), String> {
+    let plain = Server::start(&[])?;
+    session(&plain, report)?;
+    dashboard(report);
+    promtool(&plain.page_of_metrics()?, report);
+    Ok(())
+}
+
+/// What came of the checks.
+#[derive(Default)]
+struct Report {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Report {
+    /// Prints a check's line and counts it, if the line is one.
+    fn note(&mut self, line: &str) {
+        println!("{line}");
+        match line.split(' ').next() {
+            Some("ok") => self.passed += 1,
+            Some("FAILED") => self.failed += 1,
+            Some("skipped" | "skipped:") => self.skipped += 1,
+            _ => {}
+        }
+    }
+
+    fn result(&mut self, name: &str, result: Result<(), String>) {
+        match result {
+            Ok(()) => self.note(&format!("ok {name}")),
+            Err(why) => self.note(&format!("FAILED {name}: {why}")),
+        }
+    }
+
+    /// A check that cannot be made here, which fails if the variable says that it must.
+    fn missing(&mut self, name: &str, why: &str, required_by: &str) {
+        match env::var_os(required_by).is_some_and(|value| value == "1") {
+            true => self.note(&format!("FAILED {name}: {why}, and {required_by} is 1")),
+            false => self.note(&format!("skipped: {name}: {why}")),
+        }
+    }
+
+    fn end(self) -> ExitCode {
+        let Report { passed, failed, skipped } = self;
+        let failures = if failed > 0 { format!(", {failed} FAILED") } else { String::new() };
+        println!("clients: {passed} passed, {skipped} skipped{failures}");
+        if failed > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    }
+}
+
+/// The Python with the packages.
+fn python() -> PathBuf {
+    env::var_os("CLIENTS_PYTHON").map_or_else(|| in_checkout("target/clients-venv/bin/python"), PathBuf::from)
+}
+
+/// The session of `clients/openai_session.py`, whose lines are like ours.
+fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
+    const NAME: &str = "the openai session comes to its end";
+    let import = Command::new(python()).args(["-c", "import openai"]).stderr(Stdio::null()).status();
+    if !import.is_ok_and(|status| status.success()) {
+        let why = format!("{} has no package openai", python().display());
+        report.missing("the openai session", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
+    // The slow backend, so that an answer is under way for as long as somebody else asks.
+    let slow = Server::start(&["--device", "reference", "--slots", "1", "--max-waiting", "0"])?;
+    let mut script = program::alone(python());
+    script.arg(in_checkout("tests/clients/openai_session.py")).arg(&plain.url);
+    script.args(["--keyed", &keyed.url, "--key", KEY, "--slow", &slow.url]);
+    let before = (report.passed, report.failed);
+    let status = Running::start(&mut script)?.follow(SESSION, |line| report.note(line));
+    match status {
+        // Which check failed has been said.
+        Ok(_) if report.failed > before.1 => {}
+        Ok(_) if report.passed == before.0 => report.result(NAME, Err("it checks nothing".to_owned())),
+        status => report.result(NAME, status.and_then(success)),
+    }
+    Ok(())
+}
+
+/// The dashboard is what its generator makes.
+fn dashboard(report: &mut Report) {
+    const NAME: &str = "the dashboard is what dashboard.py makes";
+    let folder = in_checkout("config/monitoring/grafana");
+    let Ok(generator) = Running::start(Command::new(python()).arg("dashboard.py").current_dir(&folder))
+    else {
+        return report.missing(NAME, &format!("there is no {}", python().display()), "CLIENTS_REQUIRED");
+    };
+    let mut made = String::new();
+    let status = generator.follow(PATIENCE, |line| made.extend([line, "\n"]));
+    let kept = std::fs::read_to_string(folder.join("mainstem.json")).map_err(|error| error.to_string());
+    let same = |kept: String| if kept == made { Ok(()) } else { Err("mainstem.json differs".to_owned()) };
+    report.result(NAME, status.and_then(success).and_then(|()| kept.and_then(same)));
+}
+
+/// What promtool says of a page of metrics and of the files in `config/monitoring`.
+fn promtool(page: &str, report: &mut Report) {
+    let checks: [(&str, &[&str], &str); 4] = [
+        ("promtool check metrics", &["check", "metrics"], page),
+        ("promtool check config", &["check", "config", "prometheus.yml"], ""),
+        ("promtool check rules", &["check", "rules", "alerts.yml"], ""),
+        ("promtool test rules", &["test", "rules", "alerts_test.yml"], ""),
+    ];
+    for (name, args, input) in checks {
+        let mut tool = Command::new("promtool");
+        tool.args(args).current_dir(in_checkout("config/monitoring")).stdin(Stdio::piped());
+        let Ok(running) = Running::start(&mut tool) else {
+            report.missing(name, "promtool is not on the PATH", "PROMTOOL_REQUIRED");
+            continue;
+        };
+        let mut said = Vec::new();
+        let status = running.fed(input).follow(PATIENCE, |line| said.push(line.to_owned()));
+        let result = status.and_then(success).map_err(|why| format!("{why}: {}", said.join("; ")));
+        report.result(name, result);
+    }
+}
+
+fn in_checkout(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn success(status: ExitStatus) -> Result<(), String> {
+    if status.success() { Ok(()) } else { Err(format!("it ended with {status}")) }
+}
+
+/// The program, serving the model that is built in.
+struct Server {
+    url: String,
+    _process: Running,
+}
+
+impl Server {
+    fn start(flags: &[&str]) -> Result<Server, String> {
+        let mut program = program::mainstem();
+        program.args(["serve", "--port", "0", "--threads", "2"]).args(flags).stderr(Stdio::piped());
+        let mut process = Running::start(&mut program)?;
+        let log = lines(process.0.stderr.take().expect("it is piped"));
+        let deadline = Instant::now() + PATIENCE;
+        let mut said = Vec::new();
+        loop {
+            let Ok(line) = log.recv_timeout(deadline.saturating_duration_since(Instant::now())) else {
+                return Err(format!("no server listens with {flags:?}: {}", said.join("; ")));
+            };
+            if let Some((_, address)) = line.split_once("listening on ") {
+                let url = address.split_whitespace().next().expect("an address follows").to_owned();
+                // The thread of `log` reads on, so that the server never waits for its log to be read.
+                return Ok(Server { url, _process: process });
+            }
+            said.push(line);
+        }
+    }
+
+    /// `/metrics` once a few requests are through.
+    fn page_of_metrics(&self) -> Result<String, String> {
+        let text = |answer: Result<ureq::Response, ureq::Error>| {
+            let answer = answer.map_err(|error| error.to_string())?;
+            answer.into_string().map_err(|error| error.to_string())
+        };
+        for prompt in ["Once", "Once upon a time"] {
+            let body = json!({"prompt": prompt, "max_tokens": 3});
+            text(ureq::post(&format!("{}/v1/completions", self.url)).timeout(PATIENCE).send_json(body))?;
+        }
+        text(ureq::get(&format!("{}/metrics", self.url)).timeout(PATIENCE).call())
+    }
+}
+
+/// A process that ends with its owner.
+struct Running(Child);
+
+impl Running {
+    fn start(command: &mut Command) -> Result<Running, String> {
+        let child = command.stdout(Stdio::piped()).spawn();
+        child.map(Running).map_err(|error| format!("it does not start: {error}"))
+    }
+
+    /// Gives it all of its input.
+    fn fed(mut self, input: &str) -> Running {
+        let mut stdin = self.0.stdin.take().expect("it is piped");
+        // Who ends before reading has its reasons, and tells them by its status.
+        let _ = stdin.write_all(input.as_bytes());
+        self
+    }
+
+    /// Reads what it says to the end.
+    fn follow(mut self, limit: Duration, mut line: impl FnMut(&str)) -> Result<ExitStatus, String> {
+        let said = lines(self.0.stdout.take().expect("it is piped"));
+        let deadline = Instant::now() + limit;
+        loop {
+            match said.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(next) => line(&next),
+                Err(RecvTimeoutError::Timeout) => return Err(format!("it takes longer than {limit:?}")),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        self.0.wait().map_err(|error| format!("it cannot be waited for: {error}"))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The lines of a stream as they come, read by a thread of its own to the end.
+fn lines(stream: impl std::io::Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            // Reads on when nobody listens: the writer must not find its pipe full.
+            let _ = sender.send(line);
+        }
+    });
+    lines
+}

@@ -1,0 +1,599 @@
+"""A scripted session: the official `openai` package against running servers.
+
+    openai_session.py URL [--keyed URL --key KEY] [--slow URL]
+
+URL is a server's address without a path. The keyed server lets in whoever has KEY. The slow one has one slot
+and no waiting room, and takes long enough over an answer that others come meanwhile. One line for each check:
+"ok NAME", "FAILED NAME: why" or "skipped NAME: why". The exit status is 1 when a check failed.
+
+The checks hold for any model that has a chat template and keeps the text of a prompt: they look at shapes,
+and at answers that must be equal, never at what an answer says.
+"""
+
+import argparse
+import asyncio
+import re
+import sys
+import time
+import traceback
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+
+STORY = "Once upon a time, there was a"
+CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
+# Nothing a check waits for takes this long.
+PATIENCE_S = 120
+CHECKS = []
+
+
+def check(server):
+    """Registers a check; `server` is the kind it needs: plain, keyed or slow."""
+
+    def register(function):
+        CHECKS.append((function.__name__.replace("_", " "), server, function))
+        return function
+
+    return register
+
+
+class Server:
+    """A running server and a client for it."""
+
+    def __init__(self, url, key="none"):
+        self.url = url.rstrip("/")
+        self.options = {"base_url": f"{self.url}/v1", "api_key": key, "timeout": PATIENCE_S, "max_retries": 0}
+        self.client = openai.OpenAI(**self.options)
+        self.model = self.client.models.list().data[0].id
+
+    def async_client(self, **options):
+        return openai.AsyncOpenAI(**{**self.options, **options})
+
+    def complete(self, prompt=STORY, *, client=None, **wish):
+        return (client or self.client).completions.create(**self.wish(wish), prompt=prompt)
+
+    def chat(self, messages=CHAT, *, client=None, **wish):
+        return (client or self.client).chat.completions.create(**self.wish(wish), messages=messages)
+
+    def wish(self, wish):
+        """Greedy and short if nothing else is said."""
+        return {"model": self.model, "temperature": 0, "max_tokens": 24, **wish}
+
+    def metric(self, name, **labels):
+        """Sum of the metric's series that have the labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as page:
+            lines = page.read().decode().splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        series = [line for line in lines if re.match(rf"{name}[{{ ]", line)]
+        assert series, f"/metrics has no {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
+
+    def until(self, reached, name, **labels):
+        """Reads the metric until its value is what was waited for."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached(value := self.metric(name, **labels)):
+            assert time.monotonic() < deadline, f"{name} stays at {value}"
+
+    def until_idle(self):
+        self.until(lambda running: running == 0, "mainstem_num_requests_running")
+
+
+class Streamed:
+    """The choices of a stream, each put together, and its usage."""
+
+    def __init__(self, chunks):
+        self.texts, self.finishes, self.ids, self.usage, self.ids_seen = {}, {}, {}, None, set()
+        for chunk in chunks:
+            self.add(chunk)
+
+    def add(self, chunk):
+        assert self.usage is None, f"a chunk follows the one with the usage: {chunk}"
+        self.ids_seen.add(chunk.id)
+        for choice in chunk.choices:
+            index = choice.index
+            assert index not in self.finishes, f"choice {index} goes on after its finish: {choice}"
+            text = choice.delta.content if hasattr(choice, "delta") else choice.text
+            self.texts[index] = self.texts.get(index, "") + (text or "")
+            self.ids.setdefault(index, []).extend(extra(choice, "token_ids") or [])
+            if choice.finish_reason is not None:
+                self.finishes[index] = choice.finish_reason
+        if not chunk.choices:
+            self.usage = chunk.usage
+            assert self.usage is not None, f"a chunk with neither choice nor usage: {chunk}"
+
+
+def extra(choice, name):
+    """A member that the package does not know."""
+    return (choice.model_extra or {}).get(name)
+
+
+def equal(got, wanted, what):
+    assert got == wanted, f"{what}: {got!r} instead of {wanted!r}"
+
+
+def refused(kind, call, **members):
+    """The error that `call` raises, which is of that kind and has these members."""
+    try:
+        answer = call()
+    except kind as error:
+        for name, wanted in members.items():
+            equal(getattr(error, name), wanted, f"{name} of {error}")
+        assert error.message, "an error has a message"
+        return error
+    raise AssertionError(f"not refused with {kind.__name__}: {answer}")
+
+
+def same_streamed(whole, chunks, what):
+    """A stream and a whole answer say the same."""
+    streamed = Streamed(chunks)
+    texts = {
+        choice.index: choice.message.content if hasattr(choice, "message") else choice.text
+        for choice in whole.choices
+    }
+    equal(streamed.texts, texts, f"{what}, streamed")
+    equal(
+        streamed.finishes,
+        {choice.index: choice.finish_reason for choice in whole.choices},
+        f"finishes of {what}",
+    )
+    equal(len(streamed.ids_seen), 1, f"ids within {what}")
+    return streamed
+
+
+@check("plain")
+def models(server):
+    listed = server.client.models.list().data
+    equal(len(listed), 1, "models")
+    one = server.client.models.retrieve(server.model)
+    equal((one.id, one.object), (server.model, "model"), "the model retrieved")
+    assert one.model_extra["max_model_len"] > 0, "max_model_len is there"
+    refused(openai.NotFoundError, lambda: server.client.models.retrieve("no-such-model"))
+
+
+@check("plain")
+def completion_streamed_or_not(server):
+    whole = server.complete()
+    equal((whole.object, whole.model), ("text_completion", server.model), "the envelope")
+    assert whole.id.startswith("cmpl-") and whole.choices[0].text, f"an answer: {whole}"
+    same_streamed(whole, server.complete(stream=True), "a completion")
+
+
+@check("plain")
+def chat_streamed_or_not(server):
+    whole = server.chat()
+    equal((whole.object, whole.model), ("chat.completion", server.model), "the envelope")
+    message = whole.choices[0].message
+    assert (
+        whole.id.startswith("chatcmpl-") and message.role == "assistant" and message.content
+    ), f"an answer: {whole}"
+    chunks = list(server.chat(stream=True))
+    same_streamed(whole, chunks, "a chat")
+    roles = [choice.delta.role for chunk in chunks for choice in chunk.choices]
+    equal((roles[0], set(roles[1:])), ("assistant", {None}), "the role opens the answer")
+
+
+def answer_to_chat(server):
+    said = server.chat().choices[0].message.content
+    assert len(said) > 5, f"an answer to stop in the middle of: {said!r}"
+    return said
+
+
+@check("plain")
+def chat_through_the_stream_helper(server):
+    said = answer_to_chat(server)
+    # The helper gives no answer that was cut off by max_tokens.
+    stop = said[2:5]
+    with server.client.chat.completions.stream(**server.wish({"stop": stop}), messages=CHAT) as stream:
+        final = stream.get_final_completion()
+    equal(final.choices[0].message.content, said[: said.find(stop)], "the helper's answer")
+
+
+@check("plain")
+def chat_of_several_turns_and_parts(server):
+    turns = CHAT + [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Tell me a story."}]
+    longer = server.chat(turns)
+    assert longer.usage.prompt_tokens > server.chat().usage.prompt_tokens, "turns are in the prompt"
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+    equal(
+        server.chat(in_parts).choices[0].message.content,
+        server.chat().choices[0].message.content,
+        "a text part",
+    )
+    # An answer can be sent back as it came.
+    answer = server.chat().choices[0].message
+    assert server.chat(CHAT + [answer, CHAT[0]]).choices[0].finish_reason, "the answer's own message is taken"
+
+
+@check("plain")
+def usage(server):
+    for ask in (server.complete, server.chat):
+        whole = ask().usage
+        equal(whole.total_tokens, whole.prompt_tokens + whole.completion_tokens, "total_tokens")
+        assert 0 < whole.completion_tokens <= 24 and whole.prompt_tokens > 0, f"tokens: {whole}"
+        asked = Streamed(ask(stream=True, stream_options={"include_usage": True}))
+        equal(asked.usage.model_dump(), whole.model_dump(), "usage of a stream")
+        equal(Streamed(ask(stream=True)).usage, None, "usage that nobody asked for")
+
+
+@check("plain")
+def max_tokens(server):
+    for limit in (1, 7):
+        answer = server.complete(max_tokens=limit, extra_body={"ignore_eos": True})
+        equal(
+            (answer.choices[0].finish_reason, answer.usage.completion_tokens),
+            ("length", limit),
+            "the end at max_tokens",
+        )
+    new_name = server.chat(max_tokens=None, max_completion_tokens=2, extra_body={"ignore_eos": True})
+    equal(new_name.usage.completion_tokens, 2, "max_completion_tokens")
+
+
+@check("plain")
+def completion_logprobs(server):
+    for echo in (False, True):
+        whole = server.complete(logprobs=2, echo=echo, extra_body={"return_token_ids": True})
+        choice, scores = whole.choices[0], whole.choices[0].logprobs
+        lists = (scores.tokens, scores.token_logprobs, scores.top_logprobs, scores.text_offset)
+        tokens = whole.usage.completion_tokens + (whole.usage.prompt_tokens if echo else 0)
+        equal([len(entries) for entries in lists], [tokens] * 4, "entries of the four lists")
+        begin = extra(choice, "prompt_token_ids")[: 1 if echo else 0]
+        for number, (token, logprob, top, offset) in enumerate(zip(*lists)):
+            if number < len(begin):
+                equal((logprob, top), (None, None), "scores of a prompt's first token")
+                continue
+            equal(choice.text[offset : offset + len(token)], token, f"the text at offset {offset}")
+            assert (
+                logprob <= 0 and top[token] == logprob and 2 <= len(top) <= 3
+            ), f"scores of {token!r}: {logprob}, {top}"
+        drawn = list(zip(scores.token_logprobs, scores.top_logprobs))[-whole.usage.completion_tokens :]
+        assert all(own == max(top.values()) for own, top in drawn), "the greedy token is the likeliest"
+        equal(choice.text.startswith(STORY), echo, "echo")
+
+
+@check("plain")
+def chat_logprobs(server):
+    whole = server.chat(logprobs=True, top_logprobs=3)
+    entries = whole.choices[0].logprobs.content
+    equal(len(entries), whole.usage.completion_tokens, "entries")
+    # The end token has an entry, and is no text.
+    ended = whole.choices[0].finish_reason == "stop"
+    texts = entries[:-1] if ended else entries
+    spelled = b"".join(bytes(entry.bytes) for entry in texts).decode(errors="replace")
+    equal(spelled, whole.choices[0].message.content, "the bytes of the entries")
+    for entry in entries:
+        ranked = [top.logprob for top in entry.top_logprobs]
+        equal(
+            (len(ranked), ranked), (3, sorted(ranked, reverse=True)), f"top_logprobs beside {entry.token!r}"
+        )
+        equal((entry.token, entry.logprob), (entry.top_logprobs[0].token, ranked[0]), "the greedy token")
+    chunks = list(server.chat(logprobs=True, top_logprobs=3, stream=True))
+    scored = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    equal([entry for scores in scored for entry in scores.content], entries, "entries of a stream")
+
+
+@check("plain")
+def choices_of_a_seed(server):
+    wish = {"n": 3, "seed": 7, "temperature": 4, "top_p": 1, "extra_body": {"return_token_ids": True}}
+    for ask in (server.complete, server.chat):
+        whole = ask(**wish)
+        equal([choice.index for choice in whole.choices], [0, 1, 2], "indices")
+        again = [choice.model_dump() for choice in ask(**wish).choices]
+        equal(again, [choice.model_dump() for choice in whole.choices], "the same seed again")
+        streamed = same_streamed(whole, ask(**wish, stream=True), "three choices")
+        assert len(set(streamed.texts.values())) > 1, "choices differ from each other"
+        drawn = sum(len(ids) for ids in streamed.ids.values())
+        equal(whole.usage.completion_tokens, drawn, "usage of all choices")
+        equal(whole.usage.prompt_tokens, ask().usage.prompt_tokens, "the prompt counts once")
+
+
+@check("plain")
+def stop_strings(server):
+    whole = server.complete(logprobs=0).choices[0]
+    text, starts = whole.text, whole.logprobs.text_offset
+    # From the middle of one token into the one after the next.
+    middle = len(starts) // 2
+    across = text[(starts[middle] + starts[middle + 1]) // 2 : starts[middle + 2] + 1]
+    for stop, first in ((across, across), (["never said", across], across), ([across, text[3:5]], text[3:5])):
+        answer = server.complete(stop=stop)
+        choice = answer.choices[0]
+        equal(
+            (choice.text, choice.finish_reason),
+            (text[: text.find(first)], "stop"),
+            f"the text before {stop!r}",
+        )
+        equal(extra(choice, "stop_reason"), first, "stop_reason")
+        same_streamed(answer, server.complete(stop=stop, stream=True), f"an answer with the stop {stop!r}")
+    kept = server.complete(stop=across, extra_body={"include_stop_str_in_output": True}).choices[0].text
+    equal(kept, text[: text.find(across) + len(across)], "the text with the stop string kept")
+    unused = server.complete(stop="never said").choices[0]
+    equal(
+        (unused.text, extra(unused, "stop_reason")), (text, None), "the text with a stop that does not come"
+    )
+    said = answer_to_chat(server)
+    stopped = server.chat(stop=said[2:5])
+    equal(stopped.choices[0].message.content, said[: said.find(said[2:5])], "a chat up to its stop")
+    same_streamed(stopped, server.chat(stop=said[2:5], stream=True), "a chat with a stop")
+
+
+@check("plain")
+def stop_tokens_and_least_lengths(server):
+    wish = {"return_token_ids": True, "ignore_eos": True}
+    ids = extra(server.complete(extra_body=wish).choices[0], "token_ids")
+    stop = ids[5]
+    choice = server.complete(extra_body={**wish, "stop_token_ids": [stop]}).choices[0]
+    equal(extra(choice, "token_ids"), ids[: ids.index(stop) + 1], "tokens up to the stop token")
+    equal(
+        (choice.finish_reason, extra(choice, "stop_reason")), ("stop", stop), "the stop token as the reason"
+    )
+    least = server.complete(extra_body={**wish, "stop_token_ids": [stop], "min_tokens": 9})
+    assert least.usage.completion_tokens >= 9, f"min_tokens: {least.usage}"
+    assert (
+        stop not in extra(least.choices[0], "token_ids")[:9]
+    ), "the stop token is not drawn before min_tokens"
+
+
+@check("plain")
+def sampling_extensions(server):
+    greedy = server.complete().choices[0].text
+    equal(server.complete(temperature=1, extra_body={"top_k": 1}).choices[0].text, greedy, "top_k 1")
+    equal(server.complete(temperature=1, top_p=1e-6).choices[0].text, greedy, "a tiny top_p")
+    equal(server.complete(temperature=1, extra_body={"min_p": 1}).choices[0].text, greedy, "min_p 1")
+    first = extra(
+        server.complete(max_tokens=1, extra_body={"return_token_ids": True}).choices[0], "token_ids"
+    )[0]
+    banned = server.complete(
+        max_tokens=1, logit_bias={str(first): -100}, extra_body={"return_token_ids": True}
+    )
+    assert extra(banned.choices[0], "token_ids") != [first], "a token with the bias -100 is not drawn"
+
+
+@check("plain")
+def token_ids(server):
+    whole = server.complete(extra_body={"return_token_ids": True})
+    choice = whole.choices[0]
+    prompt, ids = extra(choice, "prompt_token_ids"), extra(choice, "token_ids")
+    equal(
+        (len(prompt), len(ids)), (whole.usage.prompt_tokens, whole.usage.completion_tokens), "ids and usage"
+    )
+    streamed = Streamed(server.complete(stream=True, extra_body={"return_token_ids": True}))
+    equal(streamed.ids, {0: ids}, "ids of a stream")
+    by_ids = server.complete(prompt)
+    equal((by_ids.choices[0].text, by_ids.usage), (choice.text, whole.usage), "the prompt as ids")
+    tokens = server.client.post("/tokenize", cast_to=object, body={"model": server.model, "prompt": STORY})
+    equal((tokens["tokens"], tokens["count"]), (prompt, len(prompt)), "/v1/tokenize")
+    text = server.client.post("/detokenize", cast_to=object, body={"model": server.model, "tokens": ids})
+    equal(text["prompt"], choice.text, "/v1/detokenize")
+
+
+@check("plain")
+def batches_of_prompts(server):
+    prompts = [STORY, "The dog", "One day"]
+    singles = [server.complete(prompt) for prompt in prompts]
+    ids = [
+        extra(server.complete(prompt, extra_body={"return_token_ids": True}).choices[0], "prompt_token_ids")
+        for prompt in prompts
+    ]
+    for batch in (prompts, ids):
+        whole = server.complete(batch)
+        equal([choice.index for choice in whole.choices], [0, 1, 2], "indices")
+        equal(
+            [choice.text for choice in whole.choices],
+            [single.choices[0].text for single in singles],
+            "a batch",
+        )
+        equal(
+            whole.usage.total_tokens, sum(single.usage.total_tokens for single in singles), "usage of a batch"
+        )
+        same_streamed(whole, server.complete(batch, stream=True), "a batch")
+    equal(len(server.complete(prompts, n=2).choices), 6, "choices of three prompts, two for each")
+
+
+@check("plain")
+def bad_requests(server):
+    bad = openai.BadRequestError
+    refused(
+        bad,
+        lambda: server.complete(temperature=-1),
+        status_code=400,
+        param="temperature",
+        code="invalid_value",
+    )
+    refused(bad, lambda: server.complete(n=0), param="n", code="invalid_value")
+    refused(
+        bad,
+        lambda: server.complete(frequency_penalty=0.5),
+        param="frequency_penalty",
+        code="unsupported_parameter",
+    )
+    refused(
+        bad,
+        lambda: server.complete(extra_body={"tempreature": 1}),
+        param="tempreature",
+        code="unsupported_parameter",
+    )
+    refused(bad, lambda: server.complete([10**9]), param="prompt", code="invalid_value")
+    refused(bad, lambda: server.chat([]), param="messages", code="invalid_value")
+    refused(bad, lambda: server.chat(top_logprobs=2), param="top_logprobs", code="invalid_value")
+    picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    refused(
+        bad, lambda: server.chat([{"role": "user", "content": picture}]), param="messages[0].content[0].type"
+    )
+    wrong_model = {"param": "model", "code": "model_not_found", "status_code": 404}
+    refused(openai.NotFoundError, lambda: server.complete(model="no-such-model"), **wrong_model)
+    refused(openai.NotFoundError, lambda: server.chat(model="no-such-model"), **wrong_model)
+    refused(bad, lambda: list(server.complete(stream=True, temperature=-1)), param="temperature")
+
+
+@check("plain")
+def longer_than_the_context(server):
+    context = server.client.models.retrieve(server.model).model_extra["max_model_len"]
+    ids = extra(server.complete(extra_body={"return_token_ids": True}).choices[0], "prompt_token_ids")
+    too_long = (ids * context)[: context + 5]
+    for call, param, number in (
+        (lambda: server.complete(too_long), "prompt", context + 5),
+        (lambda: server.complete(max_tokens=context), "max_tokens", context),
+    ):
+        error = refused(openai.BadRequestError, call, param=param, code="context_length_exceeded")
+        numbers = re.findall(r"\d+", error.message)
+        assert {str(number), str(context)} <= set(numbers), f"both numbers: {error.message}"
+    words = [{"role": "user", "content": "word " * context}]
+    refused(
+        openai.BadRequestError, lambda: server.chat(words), param="messages", code="context_length_exceeded"
+    )
+
+
+@check("plain")
+def request_ids(server):
+    raw = server.client.completions.with_raw_response.create(
+        **server.wish({}), prompt=STORY, extra_headers={"X-Request-Id": "session-1"}
+    )
+    equal(raw.headers["x-request-id"], "session-1", "the id that was sent")
+    first, second = server.complete(), server.complete()
+    assert first._request_id and first._request_id != second._request_id, "ids that were made differ"
+
+
+@check("plain")
+def fifty_streams_at_once(server):
+    def wish(seed):
+        return {**server.wish({"temperature": 1, "max_tokens": 16, "seed": seed}), "prompt": STORY}
+
+    async def one(client, seed):
+        streamed = Streamed([])
+        async for chunk in await client.completions.create(**wish(seed), stream=True):
+            streamed.add(chunk)
+        assert streamed.finishes.keys() == {0}, f"stream {seed} did not come to its end"
+        return streamed.texts[0]
+
+    async def all_at_once():
+        async with server.async_client() as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(50)))
+
+    alone = [server.client.completions.create(**wish(seed)).choices[0].text for seed in range(50)]
+    equal(asyncio.run(all_at_once()), alone, "fifty texts in company and alone")
+    server.until_idle()
+
+
+@check("keyed")
+def keys(server):
+    assert server.complete().choices[0].text, "the right key is let in"
+    for key in ("wrong", "none"):
+        client = openai.OpenAI(**{**server.options, "api_key": key})
+        for call in (client.models.list, lambda: server.complete(client=client)):
+            error = refused(openai.AuthenticationError, call, status_code=401, code="invalid_api_key")
+            assert server.options["api_key"] not in str(error), "the error does not tell the key"
+    assert (
+        server.metric("mainstem_admission_rejections_total", reason="unauthorized") >= 4
+    ), "refusals are counted"
+    with urllib.request.urlopen(f"{server.url}/health", timeout=PATIENCE_S) as health:
+        equal(health.status, 200, "/health needs no key")
+
+
+def long_answer(server):
+    """What keeps the slow server's slot for longer than any of the checks below asks."""
+    context = server.client.models.retrieve(server.model).model_extra["max_model_len"]
+    return {"max_tokens": context * 3 // 4, "extra_body": {"ignore_eos": True}}
+
+
+@check("slow")
+def hanging_up_in_mid_stream(server):
+    aborted = server.metric("mainstem_request_success_total", finished_reason="abort")
+    stream = server.complete(stream=True, **long_answer(server))
+    next(iter(stream))
+    equal(server.metric("mainstem_num_requests_running"), 1, "requests running")
+    stream.close()
+    server.until_idle()
+    server.until(lambda count: count > aborted, "mainstem_request_success_total", finished_reason="abort")
+    assert server.complete(max_tokens=1).choices[0].finish_reason == "length", "the slot is free again"
+
+
+@check("slow")
+def client_timeouts(server):
+    async def impatient(call):
+        async with server.async_client(timeout=0.5) as client:
+            await call(client)
+
+    async def whole(client):
+        await client.completions.create(**server.wish(long_answer(server)), prompt=STORY)
+
+    async def cancelled(client):
+        task = asyncio.create_task(whole(client.with_options(timeout=PATIENCE_S)))
+        await asyncio.to_thread(server.until, lambda running: running == 1, "mainstem_num_requests_running")
+        task.cancel()
+        await task
+
+    for call, kind in ((whole, openai.APITimeoutError), (cancelled, asyncio.CancelledError)):
+        try:
+            asyncio.run(impatient(call))
+        except kind:
+            server.until_idle()
+        else:
+            raise AssertionError(f"no {kind.__name__}")
+
+
+@check("slow")
+def busy_and_retries(server):
+    holder = server.complete(stream=True, **long_answer(server))
+    next(iter(holder))
+    error = refused(
+        openai.RateLimitError, lambda: server.complete(max_tokens=1), status_code=429, code="server_busy"
+    )
+    pause_s = int(error.response.headers["retry-after"])
+    assert (
+        pause_s > 0 and len(re.findall(r"\d+", error.message)) >= 2
+    ), f"queue depth and limit: {error.message}"
+    refusals = server.metric("mainstem_admission_rejections_total", reason="busy")
+
+    def patient():
+        began = time.monotonic()
+        create = server.client.with_options(max_retries=10).completions.with_raw_response.create
+        return create(**server.wish({"max_tokens": 1}), prompt=STORY), time.monotonic() - began
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(patient)
+        server.until(lambda count: count > refusals, "mainstem_admission_rejections_total", reason="busy")
+        holder.close()
+        answer, took_s = waiting.result(PATIENCE_S)
+    equal(answer.parse().choices[0].finish_reason, "length", "the answer after retries")
+    assert answer.retries_taken >= 1, "it was refused first"
+    assert (
+        took_s >= pause_s * answer.retries_taken
+    ), f"{answer.retries_taken} retries took {took_s} s, not {pause_s} s each"
+
+
+def run(name, server, function):
+    """The check's line; whether it failed."""
+    if server is None:
+        print(f"skipped {name}: no such server was named", flush=True)
+        return False
+    try:
+        function(server)
+    except Exception as error:
+        if not isinstance(error, AssertionError):
+            traceback.print_exc()
+        print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+        return True
+    print(f"ok {name}", flush=True)
+    return False
+
+
+def main():
+    parser = argparse.ArgumentParser(description="A scripted session with the openai package.")
+    parser.add_argument("plain")
+    parser.add_argument("--keyed")
+    parser.add_argument("--key", default="none")
+    parser.add_argument("--slow")
+    parser.add_argument("--only", default="", help="checks with this in their name")
+    args = parser.parse_args()
+    servers = {
+        "plain": Server(args.plain),
+        "keyed": args.keyed and Server(args.keyed, args.key),
+        "slow": args.slow and Server(args.slow),
+    }
+    chosen = [entry for entry in CHECKS if args.only in entry[0]]
+    failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

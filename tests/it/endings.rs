@@ -1,0 +1,214 @@
+//! What a request can ask of its end and of its logits: stop tokens, a least length, biases, company from the
+//! beginning. Each alone and among others.
+
+use crate::common::{
+    Copied, Outcome, all_home, complete, complete_all, config, drawn, engine, greedy, outcome, prompt,
+};
+use mainstem::actors::Engine;
+use mainstem::actors::engine::{BIASES, EngineSetup};
+use mainstem::cli::start;
+use mainstem::model::synthetic::Shape;
+use mainstem::model::{ModelRef, ModelSource};
+use mainstem::request::FinishReason::{Length, Stop, StopToken};
+use mainstem::request::{FinishReason, Request, RequestError};
+use mainstem::telemetry;
+
+/// The end-of-sequence token of the fixture.
+const EOS: u32 = 2;
+const FORBID: f32 = f32::NEG_INFINITY;
+
+/// What comes of requests handed in as one group.
+async fn complete_group(engine: &Engine, requests: Vec<Request>) -> Vec<Outcome> {
+    let streams = engine.intake.submit(requests).await.expect("the group is taken in");
+    futures_util::future::join_all(streams.into_iter().map(outcome)).await
+}
+
+fn reason(outcome: &Outcome) -> FinishReason {
+    outcome.end.clone().expect("there is an end").expect("nothing failed")
+}
+
+/// Of what a greedy request gives, all before the first `id`.
+fn until(ids: &[u32], id: u32) -> &[u32] {
+    &ids[..ids.iter().position(|other| *other == id).expect("it was taken from them")]
+}
+
+#[actix::test]
+async fn each_of_a_group_ends_at_its_own_stop_token() {
+    let engine = engine("gqa", &[]).await;
+    let given = prompt(4, 9);
+    let whole = complete(&engine, greedy(&given, 30)).await.ids();
+    // More than there are slots, one of them without a stop token that comes.
+    let stops: Vec<u32> = whole.iter().copied().step_by(5).chain([EOS]).collect();
+    let request = |stop: &u32| Request { stop_ids: [EOS, *stop].into(), ..greedy(&given, 30) };
+    let outcomes = complete_group(&engine, stops.iter().map(request).collect()).await;
+    assert_eq!(outcomes.len(), 7);
+    for (stop, outcome) in stops.iter().zip(&outcomes) {
+        let (ids, end) = match stop {
+            &EOS => (&whole[..], Length),
+            stop => (until(&whole, *stop), StopToken(*stop)),
+        };
+        assert_eq!((outcome.ids().as_slice(), reason(outcome)), (ids, end));
+        assert_eq!(outcome.last.as_ref().map(|token| token.id), (end != Length).then_some(*stop));
+    }
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// A model that wants to end at once, and may not: until then it does what it does with its end forbidden.
+#[actix::test]
+async fn nothing_ends_before_the_least_length() {
+    let engine = engine("gqa", &[]).await;
+    let given = prompt(5, 12);
+    let eager = |min_tokens, bias| Request {
+        min_tokens,
+        ignore_eos: false,
+        logit_bias: [(EOS, bias)].into(),
+        ..greedy(&given, 8)
+    };
+    let never = complete(&engine, eager(0, FORBID)).await.ids();
+    assert_eq!(never.len(), 8);
+    for min_tokens in [0, 1, 3, 7, 8] {
+        let outcome = complete(&engine, eager(min_tokens, 1000.0)).await;
+        let end = if min_tokens < 8 { Stop } else { Length };
+        assert_eq!((outcome.ids().as_slice(), reason(&outcome)), (&never[..min_tokens as usize], end));
+    }
+    // Ignored, the same token is one like any other, unless it is asked to stop.
+    let heedless = Request { ignore_eos: true, ..eager(3, 1000.0) };
+    assert_eq!(complete(&engine, heedless.clone()).await.ids(), [EOS; 8]);
+    let stopping = Request { stop_ids: [EOS].into(), ..heedless };
+    let outcome = complete(&engine, stopping).await;
+    assert_eq!((outcome.ids().as_slice(), reason(&outcome)), (&never[..3], StopToken(EOS)));
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+#[actix::test]
+async fn with_all_tokens_forbidden_but_one_that_one_comes() {
+    let engine = engine("gqa", &[]).await;
+    let but = |id: u32| (0..263).filter(|other| *other != id).map(|id| (id, FORBID)).collect();
+    let request = |id| Request { logit_bias: but(id), ..greedy(&prompt(1, 7), 5) };
+    let random = |id| Request { logit_bias: but(id), ..drawn(&prompt(1, 7), 5, 77) };
+    let outcomes = complete_group(&engine, vec![request(0), random(262), request(100), random(9)]).await;
+    let ids: Vec<Vec<u32>> = outcomes.iter().map(Outcome::ids).collect();
+    assert_eq!(ids, [[0; 5], [262; 5], [100; 5], [9; 5]]);
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// What is reported is what the model says, whatever is drawn.
+#[actix::test]
+async fn a_bias_changes_the_token_and_no_log_probability() {
+    let engine = engine("gqa", &[]).await;
+    let plain = Request { logprobs: Some(5), ..greedy(&prompt(2, 20), 1) };
+    let outcome = complete(&engine, plain.clone()).await;
+    let second = outcome.tokens[0].top[1];
+    let biased = complete(&engine, Request { logit_bias: [(second.0, 50.0)].into(), ..plain }).await;
+    assert_eq!(biased.tokens[0].top, outcome.tokens[0].top);
+    assert_eq!((biased.tokens[0].id, biased.tokens[0].logprob), (second.0, Some(second.1)));
+    engine.stop();
+}
+
+#[actix::test]
+async fn a_seed_gives_the_same_biased_tokens_in_any_company() {
+    let engine = engine("gqa", &[]).await;
+    let request = |number: usize| {
+        let biases = (0..40).map(|i| ((number as u32 * 7 + i * 5) % 263, 1.5 - i as f32 / 10.0)).collect();
+        Request {
+            logit_bias: biases,
+            min_tokens: 6,
+            ..drawn(&prompt(number, 5 + 9 * number), 15, number as u64)
+        }
+    };
+    let together = complete_group(&engine, (0..8).map(request).collect()).await;
+    for (number, outcome) in together.iter().enumerate() {
+        let alone = complete(&engine, request(number)).await;
+        assert_eq!(outcome.ids(), alone.ids(), "request {number}");
+        let unbiased = Request { logit_bias: [].into(), ..request(number) };
+        assert_ne!(outcome.ids(), complete(&engine, unbiased).await.ids(), "request {number}");
+    }
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// Of a group that is refused nothing stays behind, and one that is dropped goes home whole.
+#[actix::test]
+async fn a_group_comes_whole_or_not_at_all() {
+    let engine = engine("gqa", &[("scheduler.max_waiting", 2.into())]).await;
+    let group = |len| vec![greedy(&prompt(3, 5), 20); len];
+    let refused = engine.intake.submit(group(7)).await.map(drop);
+    assert!(matches!(refused, Err(RequestError::Invalid { param: "n", .. })), "{refused:?}");
+    let list = (0..7).map(|number| greedy(&prompt(number, 5), 20)).collect();
+    let refused = engine.intake.submit(list).await.map(drop);
+    assert!(matches!(refused, Err(RequestError::Invalid { param: "prompt", .. })), "{refused:?}");
+    let mut with_a_bad_one = group(3);
+    with_a_bad_one[2].stop_ids = [263].into();
+    let refused = engine.intake.submit(with_a_bad_one).await.map(drop);
+    assert!(matches!(refused, Err(RequestError::Invalid { param: "stop_token_ids", .. })), "{refused:?}");
+    all_home(&engine, 4).await;
+    drop(engine.intake.submit(group(6)).await.expect("the group is taken in"));
+    all_home(&engine, 4).await;
+    assert!(complete_group(&engine, group(6)).await.iter().all(|outcome| outcome.tokens.len() == 20));
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// End tokens take up the place that a sequence has for biases.
+#[actix::test]
+async fn end_tokens_that_stand_many_times_are_one_and_too_many_are_refused_at_the_start() {
+    let model = Copied::of("gqa", "many-ends");
+    let named = format!("{{\"eos_token_id\": {:?}}}", [EOS; 600]);
+    std::fs::write(model.file("generation_config.json"), named).expect("it can be written");
+    let engine = start::engine(&config(&model.0, &[])).await.expect("one end token is not too many");
+    assert_eq!(engine.model.eos, [EOS]);
+    let ending = Request {
+        ignore_eos: false,
+        stop_ids: (3..200).collect(),
+        logit_bias: [(EOS, 1000.0)].into(),
+        ..greedy(&prompt(1, 6), 8)
+    };
+    assert_eq!(reason(&complete(&engine, ending).await), Stop);
+    engine.stop();
+
+    let shape = Shape::named("110M").expect("it is listed");
+    let mut source = ModelSource::open(&ModelRef::Synthetic(shape), None).expect("random weights open");
+    let mut setup = |ends: u32| {
+        source.eos = (0..ends).collect();
+        EngineSetup::new(&config(&source.path, &[("kv.max_context", 64.into())]), &source)
+    };
+    assert_eq!(setup(BIASES as u32).expect("so many can be").model.eos.len(), BIASES);
+    let error = setup(BIASES as u32 + 1).expect_err("one more cannot").to_string();
+    assert!(error.contains("synthetic:110M") && error.contains("eos_token_id names 513"), "{error}");
+}
+
+/// Every metric of a step and of a request's times has been recorded once requests have come and gone, and
+/// the counts of those that belong together agree.
+#[actix::test]
+async fn steps_and_times_are_recorded() {
+    let handle = telemetry::install(None);
+    let engine = engine("gqa", &[]).await;
+    // The two that end early leave holes between the two that stay.
+    complete_all(&engine, [9, 3, 6, 4].map(|tokens| greedy(&prompt(1, 6), tokens))).await;
+    all_home(&engine, 4).await;
+    engine.stop();
+    let text = handle.render();
+    let value = |series: &str| -> f64 {
+        let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {series} in {text}")).parse().expect("it is a number")
+    };
+    for phase in ["plan", "forward", "sample", "deliver"] {
+        for part in ["sum", "count"] {
+            assert!(
+                value(&format!("mainstem_step_phase_seconds_{part}{{phase=\"{phase}\"}}")) > 0.0,
+                "{phase}"
+            );
+        }
+    }
+    for time in ["queue_time", "prefill_time", "decode_time", "inference_time", "time_per_output_token"] {
+        assert!(value(&format!("mainstem_request_{time}_seconds_sum")) > 0.0, "{time}");
+        assert!(value(&format!("mainstem_request_{time}_seconds_count")) >= 4.0, "{time}");
+    }
+    assert!(value("mainstem_step_slots_sum") >= 22.0);
+    assert!(value("mainstem_slot_moves_total") >= value("mainstem_slot_shuffles_total"));
+    assert!(value("mainstem_slots") > 0.0 && value("mainstem_kv_pages") > 0.0);
+    assert!(value("mainstem_waiting_room") > 0.0);
+}

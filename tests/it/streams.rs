@@ -1,0 +1,444 @@
+//! Every way in which a request can end, through HTTP and the real actors: what the client reads last, and
+//! that slot, pages and permit come home. The device does what its script says.
+
+use crate::common::{all_home, config, engine_with, fixture, within};
+use actix_web::rt::spawn;
+use actix_web::rt::task::JoinHandle;
+use actix_web::web::block;
+use mainstem::actors::device::Factory;
+use mainstem::actors::engine::Engine;
+use mainstem::config::ServerConfig;
+use mainstem::model::executor::{Executor, ExecutorReport};
+use mainstem::request::Request;
+use mainstem::server::{Ending, ServeParts, Server};
+use mainstem::telemetry;
+use mainstem_kernels::{DeviceError, SampleMode, StepBatch, StepOutput};
+use serde_json::{Value, json};
+use std::collections::{BTreeSet, VecDeque};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+const SLOTS: usize = 4;
+
+/// What the device does in a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Do {
+    /// Draws this token for everybody.
+    Draw(u32),
+    Fail,
+    Panic,
+    /// Draws a token for everybody, but not before the test lets it.
+    Hold,
+    /// Everybody should be gone by now: it is noted if somebody is not.
+    Stray,
+}
+
+/// What is to be done next; after that, the same token for ever.
+#[derive(Default)]
+struct Script {
+    steps: Mutex<VecDeque<Do>>,
+    /// How many held steps the test has let go.
+    let_go: Mutex<usize>,
+    /// Whether a step is held now.
+    holds: AtomicBool,
+    strays: AtomicUsize,
+    changed: Condvar,
+}
+
+/// What is drawn when the script says no more.
+const FILLER: u32 = 40;
+
+impl Script {
+    fn write(&self, steps: &[Do]) {
+        self.steps.lock().expect("no test panics with it").extend(steps);
+    }
+
+    fn let_go(&self) {
+        *self.let_go.lock().expect("no test panics with it") += 1;
+        self.changed.notify_all();
+    }
+
+    fn wait(&self) {
+        let free = self.let_go.lock().expect("no test panics with it");
+        self.holds.store(true, Ordering::SeqCst);
+        *self.changed.wait_while(free, |free| *free == 0).expect("no test panics with it") -= 1;
+        self.holds.store(false, Ordering::SeqCst);
+    }
+}
+
+struct Scripted {
+    inner: Box<dyn Executor>,
+    script: Arc<Script>,
+}
+
+impl Executor for Scripted {
+    fn run(&mut self, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError> {
+        self.inner.run(batch, out)?;
+        let draws = batch.samples.iter().any(|sample| sample.mode == SampleMode::Draw);
+        let next = draws.then(|| self.script.steps.lock().expect("no test panics with it").pop_front());
+        let token = match next.flatten() {
+            None => FILLER,
+            Some(Do::Draw(token)) => token,
+            Some(Do::Fail) => return Err(DeviceError::Fault("the test's device fails".into())),
+            Some(Do::Panic) => panic!("the test's device panics"),
+            Some(Do::Hold) => {
+                self.script.wait();
+                FILLER
+            }
+            Some(Do::Stray) => {
+                self.script.strays.fetch_add(1, Ordering::SeqCst);
+                FILLER
+            }
+        };
+        out.rows.iter_mut().for_each(|row| row.token = token);
+        Ok(())
+    }
+
+    fn report(&self) -> ExecutorReport {
+        self.inner.report()
+    }
+}
+
+/// A server before an engine whose device is scripted.
+struct House {
+    engine: Engine,
+    address: SocketAddr,
+    script: Arc<Script>,
+    stops: UnboundedSender<()>,
+    ending: JoinHandle<anyhow::Result<Ending>>,
+}
+
+impl House {
+    async fn open(drain_timeout: Duration, configure: impl FnOnce(&mut ServerConfig)) -> House {
+        let script = Arc::new(Script::default());
+        let scripted = |mut factory: Factory| -> Factory {
+            let script = script.clone();
+            Box::new(move || Ok(Box::new(Scripted { inner: factory()?, script: script.clone() })))
+        };
+        let template = fixture("chat/renamed.jinja").display().to_string();
+        let engine = engine_with("gqa", &[("model.chat_template", template.into())], scripted).await;
+        let mut server = config(&fixture("gqa"), &[]).server;
+        server.workers = 1;
+        configure(&mut server);
+        let server = Server::bind(ServeParts::from(&engine), server).expect("a port is free");
+        let (address, (stops, stopped)) = (server.address(), unbounded_channel());
+        let ending = spawn(server.run(stopped, drain_timeout));
+        House { engine, address, script, stops, ending }
+    }
+
+    /// Asks, and reads to the end. The answer is awaited later.
+    fn ask(&self, body: &Value) -> impl Future<Output = Answer> + use<> {
+        let (address, body) = (self.address, body.clone());
+        let asked = spawn(block(move || {
+            let mut answer = Vec::new();
+            connect(address, &body).read_to_end(&mut answer).expect("the answer comes to its end");
+            Answer::read(&answer, body["stream"] == true, body["n"].as_u64().unwrap_or(1))
+        }));
+        async { asked.await.expect("the client's task").expect("the client's thread") }
+    }
+
+    /// Waits until the device holds a step.
+    async fn until_held(&self) {
+        until(|| self.script.holds.load(Ordering::SeqCst)).await;
+    }
+
+    /// Lets the held step go, and waits until all is at home. Nobody may have been computed for after it.
+    async fn all_home_at_once(&self) {
+        self.script.let_go();
+        all_home(&self.engine, SLOTS).await;
+        self.script.steps.lock().expect("no test panics with it").clear();
+        assert_eq!(self.script.strays.load(Ordering::SeqCst), 0, "steps for nobody");
+    }
+
+    /// Waits for the server's end, which somebody has asked for.
+    async fn ended(self) -> Ending {
+        let ending = self.ending.await.expect("the server's task").expect("the server ends well");
+        self.engine.stop();
+        ending
+    }
+
+    async fn close(self) -> Ending {
+        let _ = self.stops.send(());
+        self.ended().await
+    }
+}
+
+/// Posts a body to the API that it is for.
+fn connect(address: SocketAddr, body: &Value) -> TcpStream {
+    let path = if body["messages"].is_null() { "/v1/completions" } else { "/v1/chat/completions" };
+    let mut stream = TcpStream::connect(address).expect("the server accepts");
+    stream.set_read_timeout(Some(crate::common::PATIENCE)).expect("a timeout can be set");
+    let body = body.to_string();
+    let head = "HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length";
+    stream
+        .write_all(format!("POST {path} {head}: {}\r\n\r\n{body}", body.len()).as_bytes())
+        .expect("it is sent");
+    stream
+}
+
+/// What a client was told in the end.
+#[derive(Debug, PartialEq)]
+struct Answer {
+    text: String,
+    /// The finish reason, or an error's code.
+    end: String,
+    stop_reason: Value,
+}
+
+impl Answer {
+    /// Reads an answer, and checks that a stream is one: of each choice text and then one end, or an error that
+    /// ends them all, then `[DONE]`, then nothing.
+    fn read(answer: &[u8], stream: bool, choices: u64) -> Answer {
+        let (status, body) = crate::http::split(answer);
+        if !stream {
+            let json: Value = serde_json::from_str(&body).unwrap_or_else(|_| panic!("not JSON: {body}"));
+            assert_eq!(status == 200, json.get("error").is_none(), "{status} {json}");
+            return Answer::of(&json).unwrap_or_else(|| panic!("no end: {json}"));
+        }
+        if status != 200 {
+            return Answer::of(&serde_json::from_str(&body).expect("an error is JSON")).expect("an error");
+        }
+        let mut events: Vec<&str> = body.split("\n\n").collect();
+        assert_eq!(events.pop(), Some(""), "the last event is closed: {body}");
+        assert_eq!(events.pop(), Some("data: [DONE]"), "{body}");
+        let mut open: BTreeSet<u64> = (0..choices).collect();
+        let mut last = None;
+        let mut text = String::new();
+        for event in events {
+            let json: Value =
+                serde_json::from_str(event.strip_prefix("data: ").expect("data")).expect("JSON");
+            let index = json["choices"][0]["index"].as_u64();
+            assert!(index.map_or(!open.is_empty(), |index| open.contains(&index)), "after the end: {body}");
+            text += said(&json["choices"][0]);
+            last = Answer::of(&json);
+            match (&last, index) {
+                (Some(_), Some(index)) => _ = open.remove(&index),
+                // An error ends them all.
+                (Some(_), None) => open.clear(),
+                (None, _) => {}
+            }
+        }
+        assert!(open.is_empty(), "not every choice ends: {body}");
+        Answer { text, ..last.unwrap_or_else(|| panic!("no end: {body}")) }
+    }
+
+    fn of(json: &Value) -> Option<Answer> {
+        let choice = &json["choices"][0];
+        let end = json["error"]["code"].as_str().or(choice["finish_reason"].as_str())?.to_owned();
+        let text = said(choice).to_owned();
+        Some(Answer { text, end, stop_reason: choice["stop_reason"].clone() })
+    }
+
+    fn is(&self, text: &str, end: &str, stop_reason: Value) {
+        assert_eq!((&*self.text, &*self.end, &self.stop_reason), (text, end, &stop_reason));
+    }
+}
+
+/// The text of a choice, whichever API it is of.
+fn said(choice: &Value) -> &str {
+    let places = [&choice["text"], &choice["message"]["content"], &choice["delta"]["content"]];
+    places.into_iter().find_map(Value::as_str).unwrap_or_default()
+}
+
+/// Which API is asked, and how it is to answer.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    chat: bool,
+    stream: bool,
+}
+
+const WAYS: [Way; 4] = [
+    Way { chat: false, stream: false },
+    Way { chat: false, stream: true },
+    Way { chat: true, stream: false },
+    Way { chat: true, stream: true },
+];
+
+fn body(way: Way, more: Value) -> Value {
+    let mut body = json!({ "max_tokens": 4, "stream": way.stream });
+    match way.chat {
+        true => body["messages"] = json!([{ "role": "user", "content": "?" }]),
+        false => body["prompt"] = json!([5, 6, 7]),
+    }
+    for (key, value) in more.as_object().expect("an object") {
+        body[key] = value.clone();
+    }
+    body
+}
+
+#[actix::test]
+async fn by_tokens_and_lengths_and_texts() {
+    let house = House::open(crate::common::PATIENCE, |_| {}).await;
+    let eos = *house.engine.model.eos.first().expect("the fixture has an end token");
+    let ids = [65, 66, 67, 68];
+    let text = |ids: &[u32]| house.engine.tokenizer.decode(ids, true).expect("they are tokens");
+    assert!(text(&ids).is_ascii() && text(&ids).len() >= 4, "four tokens with a text: {}", text(&ids));
+    let draw = ids.map(Do::Draw);
+    // From amid the second token's text to amid the third's, or as near as their lengths allow.
+    let across = text(&ids)[text(&ids[..1]).len()..text(&ids[..3]).len()].to_owned();
+    let before = text(&ids[..1]);
+    for way in WAYS {
+        let ask = async |steps: &[Do], more: Value| {
+            house.script.write(steps);
+            let answer = house.ask(&body(way, more)).await;
+            all_home(&house.engine, SLOTS).await;
+            house.script.steps.lock().expect("no test panics with it").clear();
+            answer
+        };
+        ask(&draw, json!({})).await.is(&text(&ids), "length", Value::Null);
+        let stopped = [draw[0], Do::Draw(eos)];
+        ask(&stopped, json!({})).await.is(&text(&ids[..1]), "stop", Value::Null);
+        ask(&[Do::Draw(eos)], json!({})).await.is("", "stop", Value::Null);
+        let asked = json!({ "stop_token_ids": [67] });
+        ask(&draw, asked).await.is(&text(&ids[..2]), "stop", json!(67));
+        let asked = json!({ "stop": [&across], "max_tokens": LONG });
+        ask(&draw, asked).await.is(&before, "stop", json!(across));
+        if !way.chat {
+            let asked = json!({ "max_tokens": 0, "echo": true });
+            ask(&[], asked).await.is(&text(&[5, 6, 7]), "length", Value::Null);
+        }
+        let asked = json!({ "n": 3, "max_tokens": 2 });
+        assert_eq!(ask(&draw, asked).await.end, "length");
+    }
+    assert_eq!(house.close().await, Ending::Drained);
+}
+
+#[actix::test]
+async fn by_a_fault_before_the_first_token_or_after() {
+    let house = House::open(crate::common::PATIENCE, |_| {}).await;
+    for way in WAYS {
+        for fault in [Do::Fail, Do::Panic] {
+            for steps in [vec![fault], vec![Do::Draw(65), fault]] {
+                house.script.write(&steps);
+                let answer = house.ask(&body(way, json!({}))).await;
+                assert_eq!(answer.end, "device_failed");
+                all_home(&house.engine, SLOTS).await;
+            }
+        }
+        assert_eq!(house.ask(&body(way, json!({}))).await.end, "length", "and then all is well again");
+    }
+    assert_eq!(house.close().await, Ending::Drained);
+}
+
+/// Replies that were hung up on, of this process. No other test of it hangs up on replies.
+fn hung_up() -> u64 {
+    let page = telemetry::install(None).render();
+    let line =
+        page.lines().find(|line| line.starts_with("mainstem_clients_gone_total")).expect("it is there");
+    line.rsplit(' ').next().expect("a value").parse().expect("a number")
+}
+
+/// Waits until something is so; a turn of the scheduler's at a time, for others have mail to read.
+async fn until(is_so: impl Fn() -> bool) {
+    let turns = async {
+        while !is_so() {
+            tokio::task::yield_now().await;
+        }
+    };
+    within(turns).await;
+}
+
+/// As many steps as a request of [`LONG`] could take, were nobody to stop it.
+fn held_and_then_none() -> Vec<Do> {
+    let mut steps = vec![Do::Stray; LONG as usize];
+    steps[0] = Do::Hold;
+    steps
+}
+
+const LONG: u64 = 60;
+
+/// In slots, or waiting for one because others have them all.
+#[actix::test]
+async fn by_the_client_who_hangs_up() {
+    let house = House::open(crate::common::PATIENCE, |_| {}).await;
+    for way in WAYS {
+        for n in [1, SLOTS, SLOTS + 3] {
+            let before = hung_up();
+            house.script.write(&held_and_then_none());
+            let client = connect(house.address, &body(way, json!({ "n": n, "max_tokens": LONG })));
+            house.until_held().await;
+            drop(client);
+            until(|| hung_up() >= before + n as u64).await;
+            house.all_home_at_once().await;
+        }
+    }
+    assert_eq!(house.close().await, Ending::Drained);
+}
+
+#[actix::test]
+async fn by_the_end_of_the_requests_time() {
+    let limit = Duration::from_secs(1);
+    let house = House::open(crate::common::PATIENCE, |server| server.request_timeout = Some(limit)).await;
+    for way in WAYS {
+        for n in [1, SLOTS, SLOTS + 3] {
+            house.script.write(&held_and_then_none());
+            let answer = house.ask(&body(way, json!({ "n": n, "max_tokens": LONG })));
+            house.until_held().await;
+            assert_eq!(answer.await.end, "request_timeout");
+            house.all_home_at_once().await;
+        }
+    }
+    assert_eq!(house.close().await, Ending::Drained);
+}
+
+/// A client that does not read: its body is asked for nothing, and its sequences end in time all the same.
+#[actix::test]
+async fn by_the_end_of_its_time_though_nobody_reads() {
+    let limit = Duration::from_secs(1);
+    let house = House::open(crate::common::PATIENCE, |server| server.request_timeout = Some(limit)).await;
+    let request = Request {
+        time_limit: Some(limit),
+        ignore_eos: true,
+        ..Request::greedy("unread", [5, 6], LONG as u32)
+    };
+    let deadline = request.deadline().expect("it has one");
+    house.script.write(&held_and_then_none());
+    let events = house.engine.intake.submit(vec![request]).await.expect("it is taken in");
+    house.until_held().await;
+    until(|| Instant::now() >= deadline).await;
+    house.all_home_at_once().await;
+    drop(events);
+    assert_eq!(house.close().await, Ending::Drained);
+}
+
+#[actix::test]
+async fn by_itself_while_the_server_drains() {
+    for way in WAYS {
+        let house = House::open(crate::common::PATIENCE, |_| {}).await;
+        house.script.write(&[Do::Hold]);
+        let answer = house.ask(&body(way, json!({})));
+        house.until_held().await;
+        house.stops.send(()).expect("the server runs");
+        house.script.let_go();
+        assert_eq!(answer.await.end, "length");
+        all_home(&house.engine, SLOTS).await;
+        assert_eq!(house.ended().await, Ending::Drained);
+    }
+}
+
+#[actix::test]
+async fn by_the_end_of_the_servers_patience() {
+    for way in WAYS {
+        for patience in [Duration::ZERO, crate::common::PATIENCE] {
+            let house = House::open(patience, |_| {}).await;
+            house.script.write(&held_and_then_none());
+            let answer = house.ask(&body(way, json!({ "n": SLOTS + 3, "max_tokens": LONG })));
+            house.until_held().await;
+            house.stops.send(()).expect("the server runs");
+            // With all the time in the world, it takes a second word.
+            let ending = if patience.is_zero() {
+                Ending::TimedOut
+            } else {
+                house.stops.send(()).expect("the server runs");
+                Ending::Cut
+            };
+            assert_eq!(answer.await.end, "shut_down");
+            house.all_home_at_once().await;
+            assert_eq!(house.ended().await, ending);
+        }
+    }
+}

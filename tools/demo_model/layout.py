@@ -1,0 +1,66 @@
+"""Where the demo model's files lie, its special tokens, and its sizes.
+
+Invariant: the draft shares the main model's tokenizer, so its folder holds none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+MAIN = ASSETS / "demo"
+DRAFT = ASSETS / "demo-draft"
+
+BEGIN, END = "<|begin|>", "<|end|>"
+SPECIALS = [BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>"]
+BEGIN_ID, END_ID = 0, 1
+VOCABULARY = 2048
+CONTEXT = 1024
+ROPE_THETA = 10000.0
+
+CHAT_TEMPLATE = (
+    "{{ '<|begin|>' }}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('the demo model knows only the roles system, user and assistant') }}"
+    "{%- endif %}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] | trim) + '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+GENERATION = {
+    "bos_token_id": BEGIN_ID,
+    "do_sample": True,
+    "eos_token_id": END_ID,
+    "temperature": 0.7,
+    "top_p": 0.95,
+}
+
+
+def config(hidden: int, layers: int, head_dim: int, ffn: int) -> LlamaConfig:
+    """A Llama of four query heads and two key-value heads, with tied embeddings."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        rope_theta=ROPE_THETA,
+        tie_word_embeddings=True,
+        bos_token_id=BEGIN_ID,
+        eos_token_id=END_ID,
+        pad_token_id=None,
+    )
+
+
+CONFIGS = {
+    MAIN: config(hidden=256, layers=4, head_dim=64, ffn=768),
+    DRAFT: config(hidden=128, layers=2, head_dim=32, ffn=160),
+}
