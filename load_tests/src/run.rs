@@ -1,68 +1,116 @@
-//! The open loop: each request is sent when it is due, whatever became of those before it.
+//! A whole run: an open loop, in which each request is sent when it is due, whatever became of those before it; or
+//! a closed loop of users.
 //!
-//! Invariant: no request waits for another's answer: a stalled server does not hold back the load.
+//! Invariant: in an open loop no request waits for another's answer: a stalled server does not hold back the load.
 
-use std::{rc::Rc, time::Duration};
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize},
+    time::{Duration, SystemTime},
+};
 
-use tokio::{task::JoinSet, time::sleep_until};
+use serde_json::{Map, Value};
 
 use crate::{
-    arrivals::Arrivals,
-    client::{Client, Clock, Sample},
-    draws::{Draws, Purpose},
-    requests::Load,
+    plan::{
+        arrivals::Arrivals,
+        requests::{Endpoint, Load},
+    },
+    sample::Sample,
+    scrape::Scrape,
 };
 
 /// Everything a run is made of.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The server, such as `http://127.0.0.1:8080`.
-    pub url: String,
-    /// `None` asks the server what it serves.
-    pub model: Option<String>,
+    /// What the run is called in reports.
+    pub label: Option<String>,
+    pub target: Target,
     pub load: Load,
     pub arrivals: Arrivals,
+    /// Requests that may be in flight at once; those beyond it wait, and their wait counts. `None` knows no limit.
+    pub max_concurrency: Option<usize>,
+    /// Times a request is sent again when there is no connection, or the answer is 429 or 503.
+    pub retries: u32,
+    /// Whether connections are used again.
+    pub connections: Connections,
+    /// Threads that send and read; at least 1.
+    pub workers: usize,
+    /// Requests sent and answered before the run begins, one after the other; they count for nothing.
+    pub warmups: usize,
     /// A request that takes longer has failed.
     pub request_timeout: Duration,
     /// After this time nothing more is sent, and what is in flight has failed.
     pub time_limit: Duration,
 }
 
+/// The server, and how it is spoken to.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Up to but without `/v1`, such as `http://127.0.0.1:8080`; `https` too.
+    pub url: String,
+    /// Empty asks the server what it serves and takes the first; otherwise requests are spread over them.
+    pub models: Vec<String>,
+    /// API keys that requests are spread over. Never shown.
+    pub keys: Vec<Secret>,
+    pub endpoint: Endpoint,
+    /// Fields that go into every body before ours.
+    pub extra_body: Map<String, Value>,
+    /// A file of certificates in PEM to trust beside the system's.
+    pub ca: Option<PathBuf>,
+    /// Where the server's Prometheus metrics are; `None` does not ask for them.
+    pub metrics_url: Option<String>,
+}
+
+/// A text that no log and no report shows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+/// Whether a connection serves one request or many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Connections {
+    /// Each request has its own.
+    New,
+    /// An idle one is used again, as clients with a pool do.
+    Reused,
+}
+
 /// What a run leaves behind.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// The model asked for.
-    pub model: String,
+    /// The models asked for.
+    pub models: Vec<String>,
+    /// When the run began.
+    pub began: SystemTime,
     /// One per request sent, by index.
     pub samples: Vec<Sample>,
-    /// Requests the time limit left unsent.
+    /// Requests that the time limit or an interruption left unsent.
     pub unsent: usize,
+    /// The server's own metrics before the run and after it, where it tells them.
+    pub server: Option<(Scrape, Scrape)>,
 }
 
-/// Runs the whole load. Fails only when the server cannot be asked for its model; call within a `LocalSet`.
-pub async fn run(settings: &Settings) -> anyhow::Result<Record> {
-    let client = Client::new(&settings.url, settings.model.as_deref(), settings.request_timeout).await?;
-    let client = Rc::new(client);
-    let load = &settings.load;
-    let schedule = settings.arrivals.schedule(load.requests, &mut Draws::new(load.seed, Purpose::Arrivals));
-    let clock = Clock::start(settings.request_timeout, settings.time_limit);
-    let mut in_flight = JoinSet::new();
-    let mut sent = 0;
-    for (index, due) in schedule.into_iter().enumerate() {
-        // Made while there is time: before it is due.
-        let request = load.request(index);
-        if clock.is_over(due) {
-            break;
-        }
-        sleep_until(clock.at(due)).await;
-        if clock.is_over(clock.now()) {
-            break;
-        }
-        let client = Rc::clone(&client);
-        in_flight.spawn_local(async move { client.send(&request, due, clock).await });
-        sent += 1;
-    }
-    let mut samples = in_flight.join_all().await;
-    samples.sort_by_key(|sample| sample.index);
-    Ok(Record { model: client.model().to_string(), samples, unsent: load.requests - sent })
+/// What a run has come to so far, for whoever watches; and the way to end it early.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub sent: AtomicUsize,
+    pub in_flight: AtomicUsize,
+    pub completed: AtomicUsize,
+    pub failed: AtomicUsize,
+    pub hung_up: AtomicUsize,
+    pub tokens: AtomicU64,
+    /// Set by the watcher: nothing more is sent, and what is in flight has failed as interrupted.
+    pub stop: AtomicBool,
+}
+
+/// Runs the whole load. Fails only when the server cannot be asked for its model, or settings name files that
+/// cannot be read.
+pub fn run(_settings: &Settings, _progress: &Progress) -> anyhow::Result<Record> {
+    todo!()
 }

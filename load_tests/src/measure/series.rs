@@ -1,0 +1,1 @@
+//! Curves over the time of a run.
