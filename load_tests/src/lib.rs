@@ -23,3 +23,6 @@ pub mod sweep;
 
 /// The papers' protocols: a server for each variant, one report of all.
 pub mod scenario;
+
+#[cfg(test)]
+mod testing;

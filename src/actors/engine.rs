@@ -10,7 +10,7 @@ use super::kv::Kv;
 use super::prefill::Prefill;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, KvSize, Policy, SamplingDefaultsFrom, SchedulerConfig};
+use crate::config::{Config, DeviceKind, KvConfig, KvSize, Policy, SamplingDefaultsFrom, SchedulerConfig};
 use crate::formats::{ChatSource, SamplingDefaults};
 use crate::memory::PagePool;
 use crate::model::ModelSource;
@@ -102,7 +102,7 @@ impl EngineSetup {
             biases: BIASES,
             vocab: spec.vocab,
         };
-        let kv = kv_plan(&config.kv, &limits, source)?;
+        let kv = kv_plan(&config.kv, &limits, source, free_memory(config.device.kind))?;
         // No sequence outgrows the pool, and tables are made for the longest there can be.
         limits.positions = context.min((kv.pages - 1) * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -241,19 +241,27 @@ fn context(kv: &KvConfig, model: usize) -> Result<usize> {
     Ok(context)
 }
 
-/// How many pages the cache gets, the sink included.
-fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<KvPlan> {
+/// Bytes that a device of this kind may take. The fake one takes none, so nothing bounds its cache.
+fn free_memory(device: DeviceKind) -> usize {
+    match device {
+        DeviceKind::Cpu | DeviceKind::Reference => available_memory(),
+        DeviceKind::Fake { .. } => usize::MAX,
+    }
+}
+
+/// How many pages the cache gets, the sink included, where `free` bytes are to be had.
+fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource, free: usize) -> Result<KvPlan> {
     let page = page_bytes(source, kv.ty, kv.page_positions)
         .with_context(|| format!("kv.page_positions: a page of {} is too large", kv.page_positions))?;
     let whole = limits.slots * limits.table_len();
     let pages = match kv.size {
         KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_positions),
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
-        KvSize::Fitting => whole.min(spare_memory(limits, source) / page).max(1),
+        KvSize::Fitting => whole.min(spare_memory(free, limits, source) / page).max(1),
     };
     // More than every slot can use would only be memory lost.
     let pages = pages.min(whole);
-    let (wanted, free) = (pages.saturating_mul(page), available_memory());
+    let wanted = pages.saturating_mul(page);
     ensure!(wanted <= free, "kv.size asks for {wanted} bytes, but only {free} are free");
     ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
     ensure!(
@@ -263,11 +271,11 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource) -> Result<K
     Ok(KvPlan { ty: kv.ty, pages: pages + 1 })
 }
 
-/// Half of what is free once weights and activations are in: the other half belongs to whoever else uses
-/// the machine, and to the page cache.
-fn spare_memory(limits: &StepLimits, source: &ModelSource) -> usize {
+/// Half of what is left of the `free` bytes once weights and activations are in: the other half belongs to whoever
+/// else uses the machine, and to the page cache.
+fn spare_memory(free: usize, limits: &StepLimits, source: &ModelSource) -> usize {
     let taken = source.checkpoint.total_bytes() + activation_bytes(&source.spec, limits);
-    available_memory().saturating_sub(taken) / 2
+    free.saturating_sub(taken) / 2
 }
 
 /// Bytes that the system, and the control group this process is in, would still give. Without a word from

@@ -68,7 +68,7 @@ pub struct EngineFlags {
     #[arg(long = "max-context", value_name = "N")]
     kv_max_context: Option<u32>,
     /// What computes.
-    #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference"])]
+    #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
     /// Compute threads; 0 is one for each core.
     #[arg(long = "threads", value_name = "N")]
@@ -76,6 +76,12 @@ pub struct EngineFlags {
     /// Instruction set.
     #[arg(long = "isa", value_name = "ISA", value_parser = ["auto", "avx512", "avx2", "portable"])]
     device_isa: Option<String>,
+    /// Time of a step of device "fake", such as 20ms.
+    #[arg(long = "fake-step", value_name = "TIME")]
+    device_fake_step: Option<String>,
+    /// What each row adds to the time of such a step, such as 100us.
+    #[arg(long = "fake-row", value_name = "TIME")]
+    device_fake_row: Option<String>,
 }
 
 impl EngineFlags {
@@ -93,6 +99,8 @@ impl EngineFlags {
         overrides.set("device.kind", self.device_kind);
         overrides.set("device.threads", self.device_threads);
         overrides.set("device.isa", self.device_isa);
+        overrides.set("device.fake_step", self.device_fake_step);
+        overrides.set("device.fake_row", self.device_fake_row);
     }
 }
 

@@ -13,6 +13,7 @@ mod flags;
 pub mod run;
 pub mod serve;
 mod spinner;
+mod words;
 
 pub mod inspect;
 

@@ -165,7 +165,7 @@ mod tests {
         let config = config_of(
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --kv-type bf16 --kv-size 99tokens --page-positions 64 --max-context 10 \
-             --device reference --threads 11 --isa portable",
+             --device fake --threads 11 --isa portable --fake-step 20ms --fake-row 100us",
         );
         let scheduler = config.scheduler;
         assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));
@@ -175,6 +175,8 @@ mod tests {
         assert_eq!((kv.ty, kv.size, kv.page_positions), (QuantType::BF16, KvSize::Tokens(99), 64));
         assert_eq!(kv.max_context, Some(10));
         let device = config.device;
-        assert_eq!((device.kind, device.threads, device.isa), (DeviceKind::Reference, 11, Isa::Portable));
+        assert_eq!((device.threads, device.isa), (11, Isa::Portable));
+        let (step, row) = (Duration::from_millis(20), Duration::from_micros(100));
+        assert_eq!(device.kind, DeviceKind::Fake { step, row });
     }
 }

@@ -3,12 +3,14 @@
 //! Invariant: of what takes its time, one thing is shown at a time.
 
 use super::spinner::Spinner;
+use super::words;
 use crate::actors::device::Factory;
 use crate::actors::engine::{self, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, DeviceKind, HubSettings, ModelConfig};
 use crate::formats::ChatSource;
 use crate::hub::{self, Bars, HubReference};
 use crate::model::executor::{self, Executor, ExecutorReport, KvPlan, ModelExecutor};
+use crate::model::fake::{self, FakeExecutor, StepTime};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::text::Tokenizer;
 use anyhow::{Context, Result, bail};
@@ -44,7 +46,8 @@ impl Prepared {
     /// Starts the actors and loads the weights.
     pub async fn start(self) -> Result<Engine> {
         let _spinner = Spinner::start("loading the weights");
-        let factory = factory(self.device, self.source, self.setup.kv, self.setup.limits);
+        let tokenizer = self.tokenizer.clone();
+        let factory = factory(self.device, self.source, tokenizer, self.setup.kv, self.setup.limits);
         engine::start(self.setup, self.tokenizer, factory).await
     }
 }
@@ -109,12 +112,22 @@ pub async fn fetched_aside(model: ModelConfig, settings: HubSettings) -> Result<
 }
 
 /// Makes executors for the configured device, each time from the model's files.
-pub fn factory(device: DeviceConfig, source: Arc<ModelSource>, kv: KvPlan, limits: StepLimits) -> Factory {
+pub fn factory(
+    device: DeviceConfig,
+    source: Arc<ModelSource>,
+    tokenizer: Arc<Tokenizer>,
+    kv: KvPlan,
+    limits: StepLimits,
+) -> Factory {
     Box::new(move || -> Result<Box<dyn Executor>> {
-        match device.kind {
-            DeviceKind::Cpu => Ok(Box::new(ModelExecutor::new(cpu(&device)?, &source, kv, limits)?)),
-            DeviceKind::Reference => Ok(Box::new(ModelExecutor::new(Reference::new(), &source, kv, limits)?)),
-        }
+        Ok(match device.kind {
+            DeviceKind::Cpu => Box::new(ModelExecutor::new(cpu(&device)?, &source, kv, limits)?),
+            DeviceKind::Reference => Box::new(ModelExecutor::new(Reference::new(), &source, kv, limits)?),
+            DeviceKind::Fake { step, row } => {
+                let words = words::words(&source, &tokenizer);
+                Box::new(FakeExecutor::new(words, limits).taking(StepTime { step, row }))
+            }
+        })
     })
 }
 
@@ -124,6 +137,7 @@ pub fn forecast(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup
     match device.kind {
         DeviceKind::Cpu => executor::forecast(cpu(device)?, source, kv, limits),
         DeviceKind::Reference => executor::forecast(Reference::new(), source, kv, limits),
+        DeviceKind::Fake { step, row } => Ok(fake::forecast(StepTime { step, row })),
     }
 }
 

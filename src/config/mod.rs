@@ -208,6 +208,11 @@ pub struct DeviceConfig {
 pub enum DeviceKind {
     Cpu,
     Reference,
+    /// No arithmetic: a step takes `step`, and `row` for each of its rows.
+    Fake {
+        step: Duration,
+        row: Duration,
+    },
 }
 
 /// For downloads. Tokens are the hub's own business and stay out of the configuration.
@@ -366,7 +371,13 @@ impl Settings {
     }
 
     fn device(&self) -> Result<DeviceConfig, ConfigError> {
-        let kinds = [("cpu", DeviceKind::Cpu), ("reference", DeviceKind::Reference)];
+        let step = self.get("device.fake_step", duration)?;
+        let row = self.get("device.fake_row", duration)?;
+        let kinds = [
+            ("cpu", DeviceKind::Cpu),
+            ("reference", DeviceKind::Reference),
+            ("fake", DeviceKind::Fake { step, row }),
+        ];
         let isas =
             [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
         let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
@@ -537,10 +548,11 @@ mod tests {
             ("[scheduler]\npolicy = \"best\"", "one of \"fused\", \"window\", \"concurrent\""),
             ("[scheduler]\nwindow = \"0s\"", "must not be zero"),
             ("[scheduler]\nwindow = \"-1s\"", "must begin with a number"),
-            ("[scheduler]\nwindow = \"4\"", "the unit must be ms, s, m or h"),
+            ("[scheduler]\nwindow = \"4\"", "the unit must be ns, us, ms, s, m or h"),
             ("[kv]\npage_positions = 48", "must be a multiple of 32"),
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
+            ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),
             ("[log]\nlevel = \"a=b=c\"", "log.level = "),
         ] {
@@ -554,7 +566,8 @@ mod tests {
         let config = config_of(
             "[scheduler]\npolicy = \"window\"\nwindow = \"1.5s\"\n[kv]\nsize = \"2GiB\"\nmax_context = 9\n\
              [server]\nrequest_timeout = \"0s\"\ncors_origins = [\"https://a.b:1\", \"tauri://localhost\"]\n\
-             tls_cert = \"c\"\ntls_key = \"k\"\n[hub]\nendpoint = \"http://hub\"",
+             tls_cert = \"c\"\ntls_key = \"k\"\n[hub]\nendpoint = \"http://hub\"\n\
+             [device]\nkind = \"fake\"\nfake_step = \"0.02s\"\nfake_row = \"150us\"",
         )
         .unwrap();
         assert_eq!(config.scheduler.policy, Policy::Window { window: Duration::from_millis(1500) });
@@ -563,6 +576,10 @@ mod tests {
         assert_eq!(config.server.cors_origins, ["https://a.b:1", "tauri://localhost"]);
         assert_eq!(config.server.tls, Some(TlsFiles { cert: "c".into(), key: "k".into() }));
         assert_eq!(config.hub.endpoint.as_deref(), Some("http://hub"));
+        let (step, row) = (Duration::from_millis(20), Duration::from_micros(150));
+        assert_eq!(config.device.kind, DeviceKind::Fake { step, row });
+        let nanos = config_of("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.kind;
+        assert_eq!(nanos, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
         assert_eq!(config_of("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
     }
 

@@ -114,11 +114,13 @@ pub(super) fn duration(value: &Value) -> Result<Duration, String> {
     let text = value.as_str().ok_or("expected a duration such as \"250ms\" or \"4s\"")?;
     let (number, unit) = number_and_unit(text)?;
     let seconds = match unit {
+        "ns" => 1e-9,
+        "us" | "µs" => 1e-6,
         "ms" => 1e-3,
         "s" => 1.0,
         "m" | "min" => 60.0,
         "h" => 3600.0,
-        _ => return Err("the unit must be ms, s, m or h".to_string()),
+        _ => return Err("the unit must be ns, us, ms, s, m or h".to_string()),
     };
     let limit_s = 366.0 * 86400.0;
     if number * seconds > limit_s {

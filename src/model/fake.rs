@@ -1,4 +1,5 @@
-//! A device that answers at once: for measuring everything around the model, and nothing of it.
+//! A device without arithmetic, which answers at once or after a set time: for measuring everything around the
+//! model, and nothing of it.
 //!
 //! Invariant: a token depends on its row's seed and position alone. There are no logits, so neither a prompt
 //! nor the rest of the row's parameters, biases among them, change it.
@@ -6,12 +7,42 @@
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{DeviceError, SampleMode, SampleRow, SampledRow, StepBatch, StepLimits, StepOutput};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a step takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTime {
+    pub step: Duration,
+    /// Added for each row of the step, holes included.
+    pub row: Duration,
+}
+
+impl StepTime {
+    fn of(self, rows: usize) -> Duration {
+        self.step + self.row * rows as u32
+    }
+
+    fn words(self) -> String {
+        match (self.step.is_zero(), self.row.is_zero()) {
+            (true, true) => "answers at once".to_owned(),
+            (false, true) => format!("{:?} a step", self.step),
+            (true, false) => format!("{:?} a row", self.row),
+            (false, false) => format!("{:?} a step and {:?} a row", self.step, self.row),
+        }
+    }
+}
+
+/// What a [`FakeExecutor`] of this step time reports: it allocates nothing.
+pub fn forecast(time: StepTime) -> ExecutorReport {
+    ExecutorReport { device: format!("fake ({})", time.words()), ..ExecutorReport::default() }
+}
 
 /// Draws from a list of tokens, each as likely as the others.
 pub struct FakeExecutor {
     tokens: Vec<u32>,
     limits: StepLimits,
+    time: StepTime,
 }
 
 impl FakeExecutor {
@@ -19,7 +50,12 @@ impl FakeExecutor {
     /// an end-of-sequence token among them, every request runs to its length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
         assert!(!tokens.is_empty(), "a token is drawn from something");
-        FakeExecutor { tokens, limits }
+        FakeExecutor { tokens, limits, time: StepTime::default() }
+    }
+
+    /// The same device with steps of this time.
+    pub fn taking(self, time: StepTime) -> FakeExecutor {
+        FakeExecutor { time, ..self }
     }
 
     fn result(&self, row: &SampleRow, top: &mut Vec<(u32, f32)>) -> SampledRow {
@@ -50,6 +86,7 @@ impl Executor for FakeExecutor {
         assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
         out.clear();
         out.step = batch.step;
+        wait_until(began + self.time.of(batch.rows()));
         out.times.forward = began.elapsed();
         for row in &batch.samples {
             let result = self.result(row, &mut out.top);
@@ -60,13 +97,28 @@ impl Executor for FakeExecutor {
     }
 
     fn report(&self) -> ExecutorReport {
-        ExecutorReport { device: "fake (answers at once)".to_owned(), ..ExecutorReport::default() }
+        forecast(self.time)
+    }
+}
+
+/// What a sleep may take beyond its time.
+const OVERSLEEP: Duration = Duration::from_micros(100);
+
+/// Sleeps through most of the time and spins through the rest, which would be slept beyond.
+fn wait_until(deadline: Instant) {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left > OVERSLEEP {
+        thread::sleep(left - OVERSLEEP);
+    }
+    while Instant::now() < deadline {
+        std::hint::spin_loop();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mainstem_kernels::{Span, SpanModel, SpanTable, SpanTokens, Want};
 
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
@@ -99,5 +151,29 @@ mod tests {
         assert!((out.rows[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);
         assert_eq!(out.top_of(&out.rows[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
         assert_eq!((out.top_of(&out.rows[2]).len(), out.top.len()), (0, 2));
+    }
+
+    /// The forward pass takes it all, which the step's times must say too.
+    #[test]
+    fn a_step_takes_its_time_and_that_of_its_rows() {
+        let time = StepTime { step: Duration::from_millis(2), row: Duration::from_micros(500) };
+        let mut device = FakeExecutor::new(vec![7], LIMITS).taking(time);
+        let span = Span {
+            model: SpanModel::Target,
+            slot: 0,
+            start: 0,
+            tokens: SpanTokens::Given { at: 0, len: 4 },
+            table: SpanTable::Own,
+            want: Want::Last,
+        };
+        let samples = vec![SampleRow::GREEDY];
+        let batch = StepBatch { spans: vec![span], tokens: vec![7; 4], samples, ..StepBatch::default() };
+        let mut out = StepOutput::default();
+        let began = Instant::now();
+        device.run(&batch, &mut out).expect("it never fails");
+        let least = Duration::from_millis(4);
+        assert!(began.elapsed() >= least && out.times.forward >= least, "{:?}", out.times.forward);
+        assert_eq!(out.rows.len(), 1);
+        assert_eq!(device.report().device, "fake (2ms a step and 500µs a row)");
     }
 }

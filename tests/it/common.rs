@@ -130,7 +130,7 @@ pub async fn engine_with(
     let config = config(&fixture(model), settings);
     let prepared = Prepared::of(&config, &ModelRef::Path(fixture(model))).expect("the fixture opens");
     let Prepared { setup, source, tokenizer, .. } = prepared;
-    let factory = start::factory(config.device.clone(), source, setup.kv, setup.limits);
+    let factory = start::factory(config.device.clone(), source, tokenizer.clone(), setup.kv, setup.limits);
     engine::start(setup, tokenizer, wrap(factory)).await.expect("the engine starts")
 }
 

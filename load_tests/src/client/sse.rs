@@ -13,67 +13,157 @@ pub enum SseError {
     TooLong,
     #[error("a line is not UTF-8")]
     NotUtf8,
-    #[error("'{0}' is not a field of an event")]
+    /// The line's first characters.
+    #[error("'{0}' begins with no field of an event")]
     UnknownField(String),
 }
 
 /// Takes chunks, gives the data of whole events.
 #[derive(Debug, Default)]
 pub struct SseDecoder {
+    /// The beginning of a line whose end has not come.
     line: Vec<u8>,
+    /// The data lines of an event whose end has not come.
     data: Option<String>,
+    /// The data given out last, whose memory is used again.
+    spent: String,
     /// The last byte was CR, whose line is done already: a LF now belongs to it.
     after_cr: bool,
 }
 
+/// What one line means.
+enum Line<'a> {
+    /// The end of an event.
+    Blank,
+    /// A comment, or what this client has no use for.
+    Ignored,
+    Data(&'a str),
+}
+
+/// Where an event's data is.
+enum Found<'a> {
+    /// Within the chunk: one line that was not cut, as nearly all are.
+    Chunk(&'a str),
+    /// Within the decoder, as `spent`.
+    Decoder,
+}
+
 impl SseDecoder {
-    /// Appends to `events` the data of every event that `chunk` completes. An error leaves the decoder spent.
-    pub fn push(&mut self, chunk: &[u8], events: &mut Vec<String>) -> Result<(), SseError> {
-        for &byte in chunk {
-            let after_cr = std::mem::replace(&mut self.after_cr, byte == b'\r');
-            match byte {
-                b'\n' if after_cr => {}
-                b'\n' | b'\r' => self.end_line(events)?,
-                _ => self.extend_line(byte)?,
+    /// Takes bytes off the front of `bytes` until an event is whole, and gives its data; `None` when all are
+    /// taken. An error leaves the decoder spent.
+    pub fn next<'a, 'b: 'a>(&'a mut self, bytes: &mut &'b [u8]) -> Result<Option<&'a str>, SseError> {
+        Ok(self.find(bytes)?.map(|found| match found {
+            Found::Chunk(data) => data,
+            Found::Decoder => self.spent.as_str(),
+        }))
+    }
+
+    /// The bytes are over. An unfinished event is lost; an unfinished line that is of no event is an error.
+    pub fn end(&self) -> Result<(), SseError> {
+        if self.line.contains(&b':') {
+            read_line(&self.line)?;
+        }
+        Ok(())
+    }
+
+    fn find<'b>(&mut self, bytes: &mut &'b [u8]) -> Result<Option<Found<'b>>, SseError> {
+        while let Some(rest) = self.take_line(bytes)? {
+            if !self.line.is_empty() {
+                self.end_cut_line(rest)?;
+            } else if let Some(found) = self.end_line(rest, bytes)? {
+                return Ok(Some(found));
             }
         }
-        Ok(())
+        Ok(None)
     }
 
-    fn extend_line(&mut self, byte: u8) -> Result<(), SseError> {
-        if self.line.len() + self.data.as_ref().map_or(0, String::len) >= EVENT_BYTES_MAX {
+    /// The bytes up to the next line end, which is taken too. Without one, all bytes are kept for later.
+    fn take_line<'b>(&mut self, bytes: &mut &'b [u8]) -> Result<Option<&'b [u8]>, SseError> {
+        self.skip_line_feed(bytes);
+        let end = memchr::memchr2(b'\n', b'\r', bytes);
+        let rest = &bytes[..end.unwrap_or(bytes.len())];
+        if self.line.len() + self.data.as_ref().map_or(0, String::len) + rest.len() > EVENT_BYTES_MAX {
             return Err(SseError::TooLong);
         }
-        self.line.push(byte);
+        let Some(end) = end else {
+            self.line.extend_from_slice(rest);
+            *bytes = &[];
+            return Ok(None);
+        };
+        self.after_cr = bytes[end] == b'\r';
+        *bytes = &bytes[end + 1..];
+        Ok(Some(rest))
+    }
+
+    fn end_line<'b>(&mut self, line: &'b [u8], bytes: &mut &'b [u8]) -> Result<Option<Found<'b>>, SseError> {
+        match read_line(line)? {
+            Line::Blank => Ok(self.data.take().map(|data| {
+                self.spent = data;
+                Found::Decoder
+            })),
+            Line::Ignored => Ok(None),
+            Line::Data(value) if self.data.is_none() && self.take_blank(bytes) => {
+                Ok(Some(Found::Chunk(value)))
+            }
+            Line::Data(value) => {
+                self.append(value);
+                Ok(None)
+            }
+        }
+    }
+
+    fn end_cut_line(&mut self, rest: &[u8]) -> Result<(), SseError> {
+        let mut line = std::mem::take(&mut self.line);
+        line.extend_from_slice(rest);
+        if let Line::Data(value) = read_line(&line)? {
+            self.append(value);
+        }
+        line.clear();
+        self.line = line;
         Ok(())
     }
 
-    fn end_line(&mut self, events: &mut Vec<String>) -> Result<(), SseError> {
-        let line = std::str::from_utf8(&self.line).map_err(|_| SseError::NotUtf8)?;
-        if line.is_empty() {
-            events.extend(self.data.take());
-            return Ok(());
+    /// Takes the blank line at the front of `bytes`, if there is one.
+    fn take_blank(&mut self, bytes: &mut &[u8]) -> bool {
+        self.skip_line_feed(bytes);
+        let Some(&end @ (b'\n' | b'\r')) = bytes.first() else { return false };
+        self.after_cr = end == b'\r';
+        *bytes = &bytes[1..];
+        true
+    }
+
+    /// Takes the line feed that belongs to a CR before it.
+    fn skip_line_feed(&mut self, bytes: &mut &[u8]) {
+        let Some(first) = bytes.first() else { return };
+        if std::mem::take(&mut self.after_cr) && *first == b'\n' {
+            *bytes = &bytes[1..];
         }
-        let (field, value) = line.split_once(':').unwrap_or((line, ""));
-        match field {
-            // A comment, or what this client has no use for.
-            "" | "event" | "id" | "retry" => {}
-            "data" => append_line(&mut self.data, value.strip_prefix(' ').unwrap_or(value)),
-            _ => return Err(SseError::UnknownField(field.chars().take(80).collect())),
-        }
-        self.line.clear();
-        Ok(())
+    }
+
+    /// The data lines of one event are joined by line feeds.
+    fn append(&mut self, value: &str) {
+        let mut data = match self.data.take() {
+            Some(data) => data + "\n",
+            None => {
+                self.spent.clear();
+                std::mem::take(&mut self.spent)
+            }
+        };
+        data.push_str(value);
+        self.data = Some(data);
     }
 }
 
-/// The data lines of one event are joined by line feeds.
-fn append_line(data: &mut Option<String>, value: &str) {
-    match data {
-        None => *data = Some(value.to_string()),
-        Some(data) => {
-            data.push('\n');
-            data.push_str(value);
-        }
+fn read_line(line: &[u8]) -> Result<Line<'_>, SseError> {
+    let line = std::str::from_utf8(line).map_err(|_| SseError::NotUtf8)?;
+    if line.is_empty() {
+        return Ok(Line::Blank);
+    }
+    let (field, value) = line.split_once(':').unwrap_or((line, ""));
+    match field {
+        "" | "event" | "id" | "retry" => Ok(Line::Ignored),
+        "data" => Ok(Line::Data(value.strip_prefix(' ').unwrap_or(value))),
+        _ => Err(SseError::UnknownField(line.chars().take(80).collect())),
     }
 }
 
@@ -83,7 +173,14 @@ mod tests {
 
     fn decode(chunks: &[&[u8]]) -> Result<Vec<String>, SseError> {
         let (mut decoder, mut events) = (SseDecoder::default(), Vec::new());
-        chunks.iter().try_for_each(|chunk| decoder.push(chunk, &mut events)).map(|()| events)
+        for chunk in chunks {
+            let mut bytes = *chunk;
+            while let Some(data) = decoder.next(&mut bytes)? {
+                events.push(data.to_string());
+            }
+            assert!(bytes.is_empty(), "all bytes are taken");
+        }
+        Ok(events)
     }
 
     const STREAM: &str = ": hello\n\ndata: {\"a\":1}\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\n\
@@ -107,6 +204,21 @@ mod tests {
             for cut in 0..=garbage.len() {
                 assert!(decode(&[&garbage[..cut], &garbage[cut..]]).is_err(), "{garbage:?} cut at {cut}");
             }
+        }
+    }
+
+    #[test]
+    fn a_stream_cut_off_is_one_still_and_a_line_of_something_else_is_none() {
+        let end = |bytes: &[u8]| {
+            let mut decoder = SseDecoder::default();
+            while decoder.next(&mut &*bytes).unwrap().is_some() {}
+            decoder.end()
+        };
+        for cut in [&b""[..], b"da", b"data: x", b": hello", b"data: x\n"] {
+            assert_eq!(end(cut), Ok(()), "{cut:?}");
+        }
+        for other in [&b"{\"id\":1}"[..], b"data: x\nhello: y"] {
+            assert!(end(other).is_err(), "{other:?}");
         }
     }
 

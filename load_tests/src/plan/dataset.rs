@@ -1,11 +1,82 @@
 //! Prompts out of files: conversations as ShareGPT has them, lines of JSON, plain text.
+//!
+//! Of a conversation the first human turn is the prompt, and the answer to it tells how long an answer is; what a
+//! system says before is passed over. Whoever has no such pair is left out, and an empty prompt too. Plain text is
+//! what ends in `.txt`, and what does not begin as a JSON list or object; there each paragraph is a prompt:
+//! lines that no empty line parts.
+//!
+//! Invariant: each text has a prompt that is not empty, and lengths of at least 1.
 
-use super::prompts::Text;
+mod count;
+mod json;
+
 use std::path::Path;
+
+use anyhow::{Context, ensure};
 use tokenizers::Tokenizer;
+
+use super::{files::read_text, prompts::Text};
+use count::Counter;
 
 /// Reads the texts of `file`: a JSON list of ShareGPT-like conversations, JSON lines, or plain text. Errors name
 /// the file and the line or entry. Without a tokenizer four characters count as a token.
-pub fn read(_file: &Path, _tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<Text>> {
-    todo!()
+///
+/// An object is a conversation, `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}` or
+/// `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}`, or a prompt,
+/// `{"prompt": "..."}`, with the length of its answer in tokens as `output_len` or `output_tokens`, or the answer
+/// itself as `completion`.
+pub fn read(file: &Path, tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<Text>> {
+    let texts = || texts(&read_text(file)?, Format::of(file), &Counter::new(tokenizer)?);
+    texts().with_context(|| file.display().to_string())
 }
+
+/// What a file's name says of its content.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Format {
+    Plain,
+    Any,
+}
+
+impl Format {
+    fn of(file: &Path) -> Self {
+        let plain = file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("txt"));
+        if plain { Format::Plain } else { Format::Any }
+    }
+}
+
+/// A prompt as the file has it.
+#[derive(Debug, PartialEq)]
+struct Entry {
+    prompt: String,
+    answer: Answer,
+}
+
+#[derive(Debug, PartialEq)]
+enum Answer {
+    None,
+    Tokens(u32),
+    Text(String),
+}
+
+fn texts(content: &str, format: Format, counter: &Counter) -> anyhow::Result<Vec<Text>> {
+    let entries = match content.trim_start().chars().next() {
+        _ if format == Format::Plain => paragraphs(content),
+        Some('[') => json::list(content)?,
+        Some('{') => json::lines(content)?,
+        _ => paragraphs(content),
+    };
+    ensure!(
+        !entries.is_empty(),
+        "there is no prompt in it: expected conversations of a human and a model, objects with a prompt, or text"
+    );
+    entries.into_iter().map(|entry| counter.text(entry)).collect()
+}
+
+fn paragraphs(content: &str) -> Vec<Entry> {
+    let lines: Vec<&str> = content.lines().map(str::trim_end).collect();
+    let paragraphs = lines.split(|line| line.is_empty()).filter(|paragraph| !paragraph.is_empty());
+    paragraphs.map(|lines| Entry { prompt: lines.join("\n"), answer: Answer::None }).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -3,13 +3,47 @@
 //! Invariant: what one purpose draws depends on the seed and the purpose, not on what any other drew.
 
 use mainstem_kernels::random::philox;
+use rand::RngCore;
 
-/// What the numbers are for; each has a stream of its own.
+/// What the numbers are for; each has a stream of its own. Those with a number are about the request of that index,
+/// but `Prefix`, whose number is a group's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     Arrivals,
-    /// Everything about the request of this index.
+    /// The request itself: what its prompt says.
     Request(u64),
+    PromptLength(u64),
+    OutputLength(u64),
+    /// Which group's prefix the prompt begins with.
+    Group(u64),
+    /// What the prompts of a group begin with.
+    Prefix(u64),
+    HangUp(u64),
+    SlowReader(u64),
+    Model(u64),
+    Key(u64),
+}
+
+/// Bits of a stream's number that hold the purpose's own; the rest tell the purposes apart.
+const INDEX_BITS: u32 = 56;
+
+impl Purpose {
+    fn stream(self) -> u64 {
+        let (kind, index) = match self {
+            Purpose::Arrivals => (0, 0),
+            Purpose::Request(index) => (1, index),
+            Purpose::PromptLength(index) => (2, index),
+            Purpose::OutputLength(index) => (3, index),
+            Purpose::Group(index) => (4, index),
+            Purpose::Prefix(group) => (5, group),
+            Purpose::HangUp(index) => (6, index),
+            Purpose::SlowReader(index) => (7, index),
+            Purpose::Model(index) => (8, index),
+            Purpose::Key(index) => (9, index),
+        };
+        assert!(index < 1 << INDEX_BITS, "no run has {index} requests; this is a bug");
+        kind << INDEX_BITS | index
+    }
 }
 
 /// A stream of random numbers, the same for the same seed and purpose.
@@ -22,11 +56,12 @@ pub struct Draws {
 
 impl Draws {
     pub fn new(seed: u64, purpose: Purpose) -> Self {
-        let stream = match purpose {
-            Purpose::Arrivals => 0,
-            Purpose::Request(index) => index + 1,
-        };
-        Self { seed, stream, drawn: 0 }
+        Self { seed, stream: purpose.stream(), drawn: 0 }
+    }
+
+    /// The stream from its word number `drawn` on. All but the distributions of libraries draw a word at a time.
+    pub fn skipping(self, drawn: u64) -> Self {
+        Self { drawn, ..self }
     }
 
     fn word(&mut self) -> u64 {
@@ -49,9 +84,27 @@ impl Draws {
     }
 }
 
+/// For the distributions of `rand_distr`.
+impl RngCore for Draws {
+    fn next_u32(&mut self) -> u32 {
+        self.word() as u32
+    }
+
+    fn next_u64(&mut self) -> u64 {
+        self.word()
+    }
+
+    fn fill_bytes(&mut self, bytes: &mut [u8]) {
+        rand::rand_core::impls::fill_bytes_via_next(self, bytes);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use statrs::distribution::{ContinuousCDF, Uniform};
+
     use super::*;
+    use crate::plan::fit::{CRITICAL, ks};
 
     #[test]
     fn between_reaches_both_ends_evenly() {
@@ -64,11 +117,47 @@ mod tests {
     }
 
     #[test]
+    fn units_are_uniform_along_a_stream_and_across_streams() {
+        let uniform = Uniform::new(0.0, 1.0).unwrap();
+        let mut draws = Draws::new(5, Purpose::Arrivals);
+        let along: Vec<f64> = (0..20_000).map(|_| draws.unit()).collect();
+        let across: Vec<f64> = (0..20_000).map(|i| Draws::new(5, Purpose::HangUp(i)).unit()).collect();
+        for units in [along, across] {
+            let distance = ks(&units, |x| uniform.cdf(x));
+            assert!(distance < CRITICAL / 20_000f64.sqrt(), "{distance}");
+        }
+    }
+
+    #[test]
     fn streams_are_apart_and_repeat() {
         let first = |seed, purpose| Draws::new(seed, purpose).word();
         assert_eq!(first(3, Purpose::Request(4)), first(3, Purpose::Request(4)));
         assert_ne!(first(3, Purpose::Request(4)), first(3, Purpose::Request(5)));
         assert_ne!(first(3, Purpose::Request(0)), first(3, Purpose::Arrivals));
         assert_ne!(first(3, Purpose::Arrivals), first(3 << 32, Purpose::Arrivals));
+        let of_one: Vec<u64> = [
+            Purpose::Request as fn(u64) -> Purpose,
+            Purpose::PromptLength,
+            Purpose::OutputLength,
+            Purpose::Group,
+            Purpose::Prefix,
+            Purpose::HangUp,
+            Purpose::SlowReader,
+            Purpose::Model,
+            Purpose::Key,
+        ]
+        .map(|purpose| first(3, purpose(6)))
+        .to_vec();
+        let mut distinct = of_one.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert_eq!(distinct.len(), of_one.len(), "two purposes share a stream");
+    }
+
+    #[test]
+    fn skipping_leaves_out_that_many_words() {
+        let mut draws = Draws::new(9, Purpose::Request(1));
+        let thousandth = (0..=1000).map(|_| draws.word()).last();
+        assert_eq!(Some(Draws::new(9, Purpose::Request(1)).skipping(1000).word()), thousandth);
     }
 }

@@ -1,10 +1,17 @@
 pub mod draws;
+#[cfg(test)]
+mod fit;
 
 pub mod arrivals;
 pub mod lengths;
+
+mod files;
 
 pub mod dataset;
 pub mod prompts;
 pub mod trace;
 
+mod body;
 pub mod requests;
+
+mod words;

@@ -1,6 +1,28 @@
 //! Recorded arrivals: when requests came, and how long their prompts and answers were.
+//!
+//! The fields are known by their names, small letters or capitals; what is named otherwise is of no matter:
+//!
+//! ```text
+//! time      timestamp (a date such as 2023-11-16 18:17:03.9799600, or seconds in CSV and milliseconds in JSON),
+//!           arrival_s, arrival_ms
+//! prompt    ContextTokens (Azure), Request tokens (BurstGPT), prompt_tokens, input_length (Mooncake)
+//! answer    GeneratedTokens (Azure), Response tokens (BurstGPT), output_tokens, output_length (Mooncake)
+//! ```
+//!
+//! An answer of no tokens is a request that failed where the trace was taken; such entries are left out. A prompt
+//! of no tokens counts as one of 1.
+//!
+//! Invariant: entries ascend, the first is due at once, and lengths are at least 1.
+
+mod row;
 
 use std::{path::Path, time::Duration};
+
+use anyhow::{Context, anyhow, ensure};
+use serde_json::Value;
+
+use super::files::{json_lines, read_text};
+use row::{Clock, Field, Row};
 
 /// One request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,6 +36,72 @@ pub struct Entry {
 
 /// Reads a trace: CSV with a header, or JSON lines. Its times are divided by `speed`. Errors name the file and the
 /// line.
-pub fn read(_file: &Path, _speed: f64) -> anyhow::Result<Vec<Entry>> {
-    todo!()
+pub fn read(file: &Path, speed: f64) -> anyhow::Result<Vec<Entry>> {
+    ensure!(speed.is_finite() && speed > 0.0, "the speed of a trace must be above 0, not {speed}");
+    let rows = || rows(&read_text(file)?);
+    Ok(entries(rows().with_context(|| file.display().to_string())?, speed))
 }
+
+/// The rows that were answered; at least one.
+fn rows(content: &str) -> anyhow::Result<Vec<Row>> {
+    let rows = if content.trim_start().starts_with('{') { json(content)? } else { csv(content)? };
+    let rows: Vec<Row> = rows.into_iter().filter(|row| row.output != Some(0)).collect();
+    ensure!(!rows.is_empty(), "there is no request with an answer in it");
+    Ok(rows)
+}
+
+fn entries(mut rows: Vec<Row>, speed: f64) -> Vec<Entry> {
+    rows.sort_by_key(|row| row.nanos);
+    let first = rows.first().map_or(0, |row| row.nanos);
+    let due = |row: &Row| Duration::from_nanos(((row.nanos - first) as f64 / speed).round() as u64);
+    let entry = |row: &Row| Entry {
+        due: due(row),
+        prompt_len: row.prompt.map(|tokens| tokens.max(1)),
+        output_len: row.output,
+    };
+    rows.iter().map(entry).collect()
+}
+
+fn csv(content: &str) -> anyhow::Result<Vec<Row>> {
+    let mut reader = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(content.as_bytes());
+    let header = reader.headers()?.clone();
+    let fields: Vec<Option<Field>> = header.iter().map(|name| Field::named(name, Clock::Seconds)).collect();
+    ensure!(
+        fields.iter().flatten().any(|field| matches!(field, Field::Time(_))),
+        "line 1: no column is called timestamp, arrival_s or arrival_ms"
+    );
+    let mut rows = Vec::new();
+    for record in reader.records() {
+        let record = record?;
+        let line = record.position().map_or(0, csv::Position::line);
+        let cells = header.iter().zip(&fields).zip(&record);
+        let known = cells.filter_map(|((name, field), text)| Some(((*field)?, name, text)));
+        rows.push(Row::of(known).map_err(|error| anyhow!("line {line}: {error}"))?);
+    }
+    Ok(rows)
+}
+
+fn json(content: &str) -> anyhow::Result<Vec<Row>> {
+    let row =
+        |(line, value): (usize, Value)| json_row(&value).map_err(|error| anyhow!("line {line}: {error}"));
+    json_lines(content).map(|line| row(line?)).collect()
+}
+
+fn json_row(value: &Value) -> Result<Row, String> {
+    let fields = value.as_object().ok_or("expected an object")?;
+    let mut known = Vec::new();
+    for (name, value) in fields {
+        let Some(field) = Field::named(name, Clock::Milliseconds) else { continue };
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Number(number) => number.to_string(),
+            Value::Null => continue,
+            _ => return Err(format!("{name} is neither a number nor a text")),
+        };
+        known.push((field, name.as_str(), text));
+    }
+    Row::of(known.iter().map(|(field, name, text)| (*field, *name, text.as_str())))
+}
+
+#[cfg(test)]
+mod tests;

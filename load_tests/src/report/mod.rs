@@ -6,8 +6,12 @@
 pub mod csv;
 pub mod html;
 pub mod json;
+pub mod live;
 mod plots;
 pub mod table;
+
+mod bars;
+mod number;
 
 use std::collections::BTreeMap;
 
@@ -62,7 +66,9 @@ pub struct PlanReport {
     pub closed_loop: bool,
     /// Requests per second; `None` for all at once and closed loops.
     pub rate: Option<f64>,
-    /// Shape of the gaps' gamma distribution: 1 for Poisson; `None` where gaps have none.
+    /// Shape of the gaps' gamma distribution: 1 for Poisson, infinite where all gaps are the same; `None` where gaps
+    /// have none.
+    #[serde(with = "number")]
     pub burstiness: Option<f64>,
     pub max_concurrency: Option<usize>,
     /// Lengths in their text form, or where they come from.
@@ -122,6 +128,19 @@ pub struct Latencies {
     pub lateness: Option<Distribution>,
 }
 
+impl Latencies {
+    /// Each measure with its name in JSON and its name in the table.
+    pub fn named(&self) -> [(&'static str, &'static str, Option<&Distribution>); 5] {
+        [
+            ("ttft", "time to first token", self.ttft.as_ref()),
+            ("tpot", "time per later token", self.tpot.as_ref()),
+            ("itl", "between tokens", self.itl.as_ref()),
+            ("e2el", "end to end", self.e2el.as_ref()),
+            ("client_queue_time", "sent late by", self.lateness.as_ref()),
+        ]
+    }
+}
+
 /// A distribution: exact figures, and a histogram of 2 significant digits for pictures and for merging.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Distribution {
@@ -138,7 +157,7 @@ pub struct Series {
     pub in_flight: Vec<(f64, f64)>,
     /// Share of all output tokens that had come, 0 to 1 (Flover, figure 7).
     pub progress: Vec<(f64, f64)>,
-    /// Output tokens per second.
+    /// Output tokens per second: a step function too, whose last point ends its last step.
     pub output_throughput: Vec<(f64, f64)>,
 }
 

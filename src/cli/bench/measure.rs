@@ -7,7 +7,8 @@ use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
 use crate::cli::start::{factory, fetched_aside, open};
-use crate::config::Config;
+use crate::cli::words;
+use crate::config::{Config, DeviceKind};
 use crate::model::{ModelRef, ModelSource};
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::text::Tokenizer;
@@ -36,9 +37,12 @@ pub async fn measure(
     let setup = EngineSetup::new(&config, &source)?;
     ensure_pages(&setup, &tests)?;
     let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
-    let weight_bytes = bytes_per_step(&source);
+    let weight_bytes = match config.device.kind {
+        DeviceKind::Cpu | DeviceKind::Reference => Some(bytes_per_step(&source)),
+        DeviceKind::Fake { .. } => None,
+    };
     let mut prompts = Prompts::new(&source, &tokenizer);
-    let factory = factory(config.device.clone(), source, setup.kv, setup.limits);
+    let factory = factory(config.device.clone(), source, tokenizer.clone(), setup.kv, setup.limits);
     progress.set_message("loading");
     let (engine, built) = super::start(setup, tokenizer, factory).await?;
     report.built(&config, &built);
@@ -47,7 +51,7 @@ pub async fn measure(
     progress.set_length(tests.len() as u64 * u64::from(repeat + 1));
     for test in tests {
         let Test { what, sequences, tokens, .. } = test;
-        let weight_bytes = (what != What::Prefill).then_some(weight_bytes);
+        let weight_bytes = weight_bytes.filter(|_| what != What::Prefill);
         report.rows.push(Row { what, sequences, tokens, weight_bytes, samples: Vec::new() });
         progress.set_message(test.to_string());
         // The first one warms up.
@@ -87,11 +91,7 @@ struct Prompts {
 
 impl Prompts {
     fn new(source: &ModelSource, tokenizer: &Tokenizer) -> Prompts {
-        let is_ordinary = |id: &u32| !tokenizer.is_special(*id) && !source.eos.contains(id);
-        let ids = 0..source.spec.vocab as u32;
-        let ordinary: Vec<u32> = ids.clone().filter(is_ordinary).collect();
-        // A vocabulary of special tokens alone is as good as any other.
-        Prompts { ordinary: if ordinary.is_empty() { ids.collect() } else { ordinary }, drawn: 0 }
+        Prompts { ordinary: words::ordinary(source, tokenizer), drawn: 0 }
     }
 
     fn next(&mut self, tokens: usize) -> Arc<[u32]> {

@@ -160,7 +160,9 @@ fn memory_title(inspection: &Inspection) -> String {
 
 fn memory(inspection: &Inspection) -> Vec<Row> {
     let m = &inspection.memory;
-    let verdict = match (m.total <= m.free, m.kv < m.kv_for_slots) {
+    // A device that takes no memory at all has room for any cache.
+    let less = m.total > 0 && m.kv < m.kv_for_slots;
+    let verdict = match (m.total <= m.free, less) {
         (false, _) => "does not fit",
         (true, true) => "fits, with less cache than all slots could use",
         (true, false) => "fits",

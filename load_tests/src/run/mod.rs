@@ -3,22 +3,39 @@
 //!
 //! Invariant: in an open loop no request waits for another's answer: a stalled server does not hold back the load.
 
+mod alarm;
+mod closed;
+mod open;
+mod setup;
+mod watch;
+mod worker;
+
 use std::{
+    io,
     path::PathBuf,
-    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize},
+    },
     time::{Duration, SystemTime},
 };
 
 use serde_json::{Map, Value};
+use tokio::runtime::{Builder, LocalOptions, LocalRuntime};
 
 use crate::{
     plan::{
         arrivals::Arrivals,
+        draws::{Draws, Purpose},
         requests::{Endpoint, Load},
     },
     sample::Sample,
     scrape::Scrape,
 };
+
+use setup::Setup;
+use watch::watched;
+use worker::{Job, work_all};
 
 /// Everything a run is made of.
 #[derive(Clone, Debug)]
@@ -109,8 +126,30 @@ pub struct Progress {
     pub stop: AtomicBool,
 }
 
-/// Runs the whole load. Fails only when the server cannot be asked for its model, or settings name files that
-/// cannot be read.
-pub fn run(_settings: &Settings, _progress: &Progress) -> anyhow::Result<Record> {
-    todo!()
+/// Runs the whole load. Fails only when the server cannot be found, asked for its model or warmed up, when settings
+/// name files that cannot be read or do not agree with each other, or when a thread cannot be had.
+pub fn run(settings: &Settings, progress: &Progress) -> anyhow::Result<Record> {
+    watched(progress, |live, stop| {
+        let runtime = local_runtime()?;
+        let setup = runtime.block_on(Setup::make(settings, stop))?;
+        let before = runtime.block_on(setup.scrape());
+        let schedule = settings
+            .arrivals
+            .schedule(settings.load.requests, &mut Draws::new(settings.load.seed, Purpose::Arrivals));
+        let job = Arc::new(Job::new(settings, Arc::clone(setup.service()), schedule, live, stop.clone())?);
+        let (began, samples) = work_all(&job, settings.workers.max(1))?;
+        let after = runtime.block_on(setup.scrape());
+        Ok(Record {
+            models: setup.service().models.clone(),
+            began,
+            unsent: settings.load.requests - samples.len(),
+            samples,
+            server: before.zip(after),
+        })
+    })
+}
+
+/// What a thread runs its tasks on.
+fn local_runtime() -> io::Result<LocalRuntime> {
+    Builder::new_current_thread().enable_io().enable_time().build_local(LocalOptions::default())
 }

@@ -1,0 +1,132 @@
+//! The files a run's figures go to.
+//!
+//! Invariant: no run begins whose report could not be written: every file is opened before.
+
+use std::{
+    fs::File,
+    io::{BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use clap::{Args, ValueHint};
+use load_tests::{
+    report::{
+        RunReport, csv,
+        html::{self, Section},
+        json,
+    },
+    run::Record,
+};
+
+/// Where one run's figures go.
+#[derive(Args)]
+#[command(next_help_heading = "Output")]
+pub struct OutputFlags {
+    /// What reports call the run [default: the server's address]
+    #[arg(long, value_name = "TEXT")]
+    pub label: Option<String>,
+
+    /// Write the figures to this file, with the names of `vllm bench serve`
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    json: Option<PathBuf>,
+
+    /// Put one entry per request into that file too
+    #[arg(long, requires = "json")]
+    detailed: bool,
+
+    /// Write a line per request to this file
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    csv: Option<PathBuf>,
+
+    /// Write a line per token, or rather per event that brought some, to this file
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    csv_tokens: Option<PathBuf>,
+
+    /// Write the cumulative progress to this file: milliseconds, share of all tokens
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    csv_progress: Option<PathBuf>,
+
+    /// Write a page with plots to this file
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    html: Option<PathBuf>,
+}
+
+/// The opened files.
+pub struct Outputs {
+    json: Option<Output>,
+    detailed: bool,
+    csv: Option<Output>,
+    csv_tokens: Option<Output>,
+    csv_progress: Option<Output>,
+    html: Option<Output>,
+}
+
+impl OutputFlags {
+    /// Opens every file.
+    pub fn open(&self) -> anyhow::Result<Outputs> {
+        let open = |path: &Option<PathBuf>| path.as_deref().map(Output::open).transpose();
+        Ok(Outputs {
+            json: open(&self.json)?,
+            detailed: self.detailed,
+            csv: open(&self.csv)?,
+            csv_tokens: open(&self.csv_tokens)?,
+            csv_progress: open(&self.csv_progress)?,
+            html: open(&self.html)?,
+        })
+    }
+}
+
+impl Outputs {
+    /// Writes a run to all of them.
+    pub fn write(self, report: &RunReport, record: &Record) -> anyhow::Result<()> {
+        if let Some(file) = self.json {
+            let value = json::json(report, self.detailed.then_some(record));
+            file.write(|out| Ok(writeln!(out, "{value:#}")?))?;
+        }
+        if let Some(file) = self.csv {
+            file.write(|out| csv::requests(record, out))?;
+        }
+        if let Some(file) = self.csv_tokens {
+            file.write(|out| csv::tokens(record, out))?;
+        }
+        if let Some(file) = self.csv_progress {
+            file.write(|out| csv::progress(record, out))?;
+        }
+        if let Some(file) = self.html {
+            let page = html::page(&report.label, &[Section::Run(Box::new(report.clone()))]);
+            file.write(|out| Ok(out.write_all(page.as_bytes())?))?;
+        }
+        Ok(())
+    }
+}
+
+/// A file that is open, and its name for errors.
+pub struct Output {
+    path: PathBuf,
+    file: File,
+}
+
+impl Output {
+    pub fn open(path: &Path) -> anyhow::Result<Output> {
+        // What is there goes only when there is something to take its place.
+        let file = File::options().write(true).create(true).truncate(false).open(path);
+        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Output { path: path.to_owned(), file })
+    }
+
+    /// Replaces the file's content.
+    pub fn write(
+        mut self,
+        content: impl FnOnce(&mut BufWriter<&mut File>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let path = self.path;
+        let write = || -> anyhow::Result<()> {
+            self.file.set_len(0)?;
+            let mut out = BufWriter::new(&mut self.file);
+            content(&mut out)?;
+            Ok(out.flush()?)
+        };
+        write().with_context(|| format!("cannot write {}", path.display()))
+    }
+}

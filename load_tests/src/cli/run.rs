@@ -1,0 +1,39 @@
+//! `load_tests run`: one load, once.
+
+use std::sync::Arc;
+
+use clap::Args;
+use load_tests::{
+    measure,
+    report::{live::Live, table},
+    run::{self, Progress},
+};
+
+use super::{
+    Ending,
+    flags::{LimitFlags, SettingsFlags},
+    outputs::OutputFlags,
+};
+
+/// Send one load, and report it
+#[derive(Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    settings: SettingsFlags,
+    #[command(flatten)]
+    limits: LimitFlags,
+    #[command(flatten)]
+    outputs: OutputFlags,
+}
+
+pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
+    let settings = args.settings.settings(args.outputs.label.clone())?;
+    let outputs = args.outputs.open()?;
+    let live = Live::start(Arc::clone(progress), Some(settings.load.requests), "");
+    let record = run::run(&settings, progress)?;
+    drop(live);
+    let report = measure::report(&settings, &record, &args.limits.limits());
+    print!("{}", table::table(&report));
+    outputs.write(&report, &record)?;
+    Ok(Ending::of(report.counts.failed, progress))
+}

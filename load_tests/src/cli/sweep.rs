@@ -1,0 +1,130 @@
+//! `load_tests sweep`: one load at rising rates or numbers of users.
+
+use std::{path::PathBuf, sync::Arc};
+
+use clap::{ArgGroup, Args, ValueHint};
+use load_tests::{
+    measure::Stats,
+    report::{Distribution, html, json, live::Live},
+    run::Progress,
+    sweep::{self, Climb, Ladder, Step, StepSize, Unit},
+};
+
+use super::{
+    Ending,
+    flags::{LimitFlags, SettingsFlags},
+    outputs::Output,
+};
+
+/// Send a load at rising rates, or with more and more users, until the server is saturated; the knee is named
+#[derive(Args)]
+#[command(group = ArgGroup::new("ladder").required(true))]
+pub struct SweepArgs {
+    /// Requests per second: values and ranges with commas between them, as 1,2,5, 1..64x2 or 10..100+10
+    #[arg(long, group = "ladder", value_name = "LADDER", value_parser = Ladder::rates)]
+    rates: Option<Ladder>,
+
+    /// Users of a closed loop, likewise
+    #[arg(long, group = "ladder", value_name = "LADDER", value_parser = Ladder::users)]
+    users: Option<Ladder>,
+
+    /// Requests of each step, or a time for which they go on coming: 200, 30s, 2m
+    #[arg(long, default_value = "30s", value_name = "SIZE")]
+    step: StepSize,
+
+    /// Steps to go on for once one was saturated, that one included
+    #[arg(long, default_value_t = 1, value_name = "STEPS")]
+    beyond: usize,
+
+    /// Steps between the knee and the first saturated one, each halving what lies between
+    #[arg(long, default_value_t = 0, value_name = "STEPS")]
+    refine: usize,
+
+    #[command(flatten)]
+    settings: SettingsFlags,
+    #[command(flatten)]
+    limits: LimitFlags,
+    #[command(flatten)]
+    outputs: OutputFlags,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Output")]
+struct OutputFlags {
+    /// What the report calls the sweep
+    #[arg(long, default_value = "Sweep", value_name = "TEXT")]
+    label: String,
+
+    /// Write every step's figures to this file, as a list of what `run --json` writes
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    json: Option<PathBuf>,
+
+    /// Write a page with plots to this file
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    html: Option<PathBuf>,
+}
+
+pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
+    let settings = args.settings.settings(Some(args.outputs.label.clone()))?;
+    let ladder = args.rates.as_ref().or(args.users.as_ref()).expect("one of the two is required");
+    let climb = Climb {
+        ladder: ladder.clone(),
+        size: args.step,
+        limits: args.limits.limits(),
+        beyond: args.beyond,
+        refine: args.refine,
+    };
+    let json = args.outputs.json.as_deref().map(Output::open).transpose()?;
+    let html = args.outputs.html.as_deref().map(Output::open).transpose()?;
+    let unit = ladder.unit();
+    let watched = || Live::start(Arc::clone(progress), None, &args.outputs.label);
+    let mut live = Some(watched());
+    println!("{}", HEAD);
+    let sweep = sweep::sweep(&settings, &climb, progress, &mut |step| {
+        // A line and the live display would spoil each other.
+        live = None;
+        println!("{}", line(unit, step));
+        live = Some(watched());
+    });
+    drop(live);
+    let sweep = sweep?;
+    println!("{}", sweep::knee(&sweep));
+    if let Some(file) = json {
+        let steps = sweep.steps.iter().map(|step| json::json(&step.run, None)).collect();
+        let steps = serde_json::Value::Array(steps);
+        file.write(|out| Ok(std::io::Write::write_fmt(out, format_args!("{steps:#}\n"))?))?;
+    }
+    if let Some(file) = html {
+        let page = html::page(&args.outputs.label, &sweep::sections(&sweep, &args.outputs.label));
+        file.write(|out| Ok(std::io::Write::write_all(out, page.as_bytes())?))?;
+    }
+    Ok(Ending::of(0, progress))
+}
+
+const HEAD: &str =
+    "        load  requests/s  output tok/s  TTFT p50 ms  TTFT p99 ms  ITL p50 ms  e2e p99 ms  failed";
+
+/// One step, under [`HEAD`].
+fn line(unit: Unit, step: &Step) -> String {
+    let run = &step.run;
+    let latency = |of: &Option<Distribution>, value: fn(&Stats) -> f64| match of {
+        Some(distribution) => format!("{:.2}", value(&distribution.stats)),
+        None => "-".into(),
+    };
+    let latencies = &run.latencies;
+    let mut line = format!(
+        "{:>12}  {:>10.2}  {:>12.1}  {:>11}  {:>11}  {:>10}  {:>10}  {:>6}",
+        unit.name(step.x),
+        run.request_throughput,
+        run.output_throughput,
+        latency(&latencies.ttft, |stats| stats.median),
+        latency(&latencies.ttft, |stats| stats.p99),
+        latency(&latencies.itl, |stats| stats.median),
+        latency(&latencies.e2el, |stats| stats.p99),
+        run.counts.failed,
+    );
+    if let Some(reason) = &step.saturated {
+        line += &format!("  saturated: {reason}");
+    }
+    line
+}

@@ -1,0 +1,174 @@
+//! What comes of an answer: its tokens and when they came, its end, and every way in which it is none.
+//!
+//! Invariant: what came before a failure counts, however the bytes were cut.
+
+use std::time::Duration;
+
+use super::{event::Event, sse::SseDecoder};
+use crate::sample::{Delivery, Failure, FailureKind, Outcome};
+
+/// What the client does after a piece of the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    Read,
+    Leave,
+}
+
+/// What has come of an answer so far.
+#[derive(Debug, Default)]
+pub struct Answer {
+    decoder: SseDecoder,
+    hang_up_after: Option<u32>,
+    pub deliveries: Vec<Delivery>,
+    /// Tokens in `deliveries`.
+    pub delivered: u32,
+    /// The server sends token ids, so that `delivered` is exact.
+    by_id: bool,
+    /// Tokens of the answer by the server's own count.
+    usage: Option<u32>,
+    /// Tokens of the prompt by the server's count.
+    pub prompt_len: Option<u32>,
+    /// The end mark has come.
+    pub done: bool,
+}
+
+impl Answer {
+    /// An answer to a client that leaves when it has so many tokens, or stays.
+    pub fn new(hang_up_after: Option<u32>) -> Self {
+        Self { hang_up_after, ..Self::default() }
+    }
+
+    /// Takes a piece of the body that came at `now`.
+    pub fn take(&mut self, mut piece: &[u8], now: Duration) -> Result<Next, Failure> {
+        // Out of `self` while events borrow from it.
+        let mut decoder = std::mem::take(&mut self.decoder);
+        while let Some(data) = decoder.next(&mut piece).map_err(|error| FailureKind::BadSse.saying(error))? {
+            self.take_event(data, now)?;
+            if self.hang_up_after.is_some_and(|tokens| self.delivered >= tokens) {
+                return Ok(Next::Leave);
+            }
+        }
+        self.decoder = decoder;
+        Ok(Next::Read)
+    }
+
+    fn take_event(&mut self, data: &str, now: Duration) -> Result<(), Failure> {
+        let bad = |what: &dyn std::fmt::Display| FailureKind::BadSse.saying(format_args!("{what}: {data}"));
+        // How some servers keep a connection alive.
+        if data.is_empty() {
+            return Ok(());
+        }
+        if self.done {
+            return Err(bad(&"an event after [DONE]"));
+        }
+        if data == "[DONE]" {
+            self.done = true;
+            return Ok(());
+        }
+        let event: Event = serde_json::from_str(data).map_err(|error| bad(&error))?;
+        if let Some(error) = event.error {
+            return Err(FailureKind::ErrorEvent.saying(error));
+        }
+        if event.choices.is_none() && event.usage.is_none() {
+            return Err(bad(&"an event with neither choices nor usage"));
+        }
+        self.count(&event, now);
+        Ok(())
+    }
+
+    fn count(&mut self, event: &Event, now: Duration) {
+        if let Some(usage) = &event.usage {
+            self.usage = usage.completion_tokens.or(self.usage);
+            self.prompt_len = usage.prompt_tokens.or(self.prompt_len);
+        }
+        let choices = event.choices.unwrap_or_default();
+        self.by_id |= choices.by_id;
+        if choices.tokens > 0 {
+            self.deliveries.push(Delivery::new(now, choices.tokens));
+            self.delivered += choices.tokens;
+        }
+    }
+
+    /// Tokens of the answer: by ids where the server sends them, else by its usage, else one per event with text.
+    pub fn output_len(&self) -> u32 {
+        match self.usage {
+            Some(usage) if !self.by_id => usage,
+            _ => self.delivered,
+        }
+    }
+
+    /// The body is over, its framing whole.
+    pub fn end(&self) -> Result<Outcome, Failure> {
+        if !self.done {
+            self.decoder.end().map_err(|error| FailureKind::BadSse.saying(error))?;
+            return Err(FailureKind::EarlyClose.saying("the stream ended without [DONE]"));
+        }
+        if self.delivered == 0 {
+            return Err(FailureKind::NoTokens.saying("[DONE] came first"));
+        }
+        Ok(Outcome::Completed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(chunks: &[&str]) -> (Answer, Result<Next, Failure>) {
+        let mut answer = Answer::new(None);
+        let end =
+            chunks.iter().try_fold(Next::Read, |_, chunk| answer.take(chunk.as_bytes(), Duration::ZERO));
+        (answer, end)
+    }
+
+    #[test]
+    fn ids_count_before_usage_and_usage_before_events() {
+        let text = "data: {\"choices\":[{\"text\":\"ab\"}]}\n\n";
+        let ids = "data: {\"choices\":[{\"text\":\"\",\"token_ids\":[1,2,3]}]}\n\n";
+        let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":9,\"total_tokens\":14}}\n\n";
+        let finish = "data: {\"choices\":[{\"text\":\"\",\"finish_reason\":\"length\"}],\"usage\":null}\n\n";
+        let len = |chunks: &[&str]| answer(chunks).0.output_len();
+        assert_eq!(len(&[text, text, finish]), 2);
+        assert_eq!(len(&[text, finish, usage]), 9);
+        assert_eq!(len(&[ids, ids, finish, usage]), 6);
+        assert_eq!(answer(&[ids, finish]).0.deliveries, [Delivery::new(Duration::ZERO, 3)]);
+        assert_eq!(answer(&[text]).0.prompt_len, None);
+        assert_eq!(answer(&[text, usage, finish]).0.prompt_len, Some(5));
+    }
+
+    #[test]
+    fn events_that_are_none_fail_and_keep_what_came_before() {
+        let good = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
+        for (bad, kind) in [
+            ("data: {\"error\":{\"message\":\"gone\"}}\n\n", FailureKind::ErrorEvent),
+            ("data: {}\n\n", FailureKind::BadSse),
+            ("data: [1]\n\n", FailureKind::BadSse),
+            ("data: {\"choices\":\"x\"}\n\n", FailureKind::BadSse),
+            ("rubbish\n", FailureKind::BadSse),
+            ("data: [DONE]\n\ndata: {}\n\n", FailureKind::BadSse),
+        ] {
+            let (answer, end) = answer(&[&format!("{good}{bad}")]);
+            assert_eq!(end.map_err(|failure| failure.kind), Err(kind), "{bad}");
+            assert_eq!(answer.output_len(), 1, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_client_leaves_with_its_tokens_and_reads_nothing_more() {
+        let mut answer = Answer::new(Some(3));
+        let pair = b"data: {\"choices\":[{\"text\":\"\",\"token_ids\":[1,2]}]}\n\n";
+        assert_eq!(answer.take(pair, Duration::ZERO), Ok(Next::Read));
+        assert_eq!(answer.take(&[&pair[..], pair, b"rubbish\n"].concat(), Duration::ZERO), Ok(Next::Leave));
+        assert_eq!(answer.delivered, 4);
+    }
+
+    #[test]
+    fn an_answer_ends_with_its_mark_and_a_token() {
+        let token = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
+        let done = "data: [DONE]\n\n";
+        let end = |chunks: &[&str]| answer(chunks).0.end().map_err(|failure| failure.kind);
+        assert_eq!(end(&[token, done]), Ok(Outcome::Completed));
+        assert_eq!(end(&[token]), Err(FailureKind::EarlyClose));
+        assert_eq!(end(&[done]), Err(FailureKind::NoTokens));
+    }
+}

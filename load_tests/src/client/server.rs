@@ -1,0 +1,192 @@
+//! Where a server is and how to get to it: its URL, its addresses, its TLS.
+//!
+//! Invariant: names are looked up once, before the run; a connection within it waits for the server alone.
+
+use std::{
+    io,
+    net::SocketAddr,
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context, bail, ensure};
+use hyper::header::HeaderValue;
+use tokio::{
+    net::{TcpSocket, TcpStream},
+    time::timeout,
+};
+use url::Url;
+
+use super::{tls::Tls, wire::Wire};
+use crate::sample::{Failure, FailureKind};
+
+/// Time for a connection to an address while there is another to try. The last has all the time there is.
+const ADDRESS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The least receive buffer asked for: less than a packet would stop the connection.
+const RECEIVE_BUFFER_MIN: u32 = 4096;
+
+/// A server that can be connected to.
+#[derive(Debug)]
+pub struct Server {
+    url: Url,
+    host: HeaderValue,
+    /// At least one.
+    addresses: Vec<SocketAddr>,
+    /// The address that answered last, which is tried first.
+    preferred: AtomicUsize,
+    tls: Option<Tls>,
+}
+
+impl Server {
+    /// The server at `url`, trusting the certificates of the file `ca` beside the system's. Looks up its name and
+    /// reads the certificates. Errors do not repeat the URL, which may hold what nobody is to see.
+    pub fn at(url: &str, ca: Option<&Path>) -> anyhow::Result<Self> {
+        let url = parse(url)?;
+        let addresses = url.socket_addrs(|| None).context("cannot look up the host")?;
+        ensure!(!addresses.is_empty(), "the host has no address");
+        let tls = if url.scheme() == "https" { Some(Tls::to(&url, ca)?) } else { None };
+        Ok(Self { host: host(&url)?, url, addresses, preferred: AtomicUsize::new(0), tls })
+    }
+
+    /// The value of `Host` that requests have.
+    pub fn host(&self) -> &HeaderValue {
+        &self.host
+    }
+
+    /// The path and the query of the URL.
+    pub fn path(&self) -> &str {
+        &self.url[url::Position::BeforePath..url::Position::AfterQuery]
+    }
+
+    /// Whether `other` is the same server: who may see a key of the one may see it at the other.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.url.origin() == other.url.origin()
+    }
+
+    /// A new connection. With a `read_rate` (bytes per second) it reads no faster than that.
+    pub async fn connect(&self, read_rate: Option<u32>) -> Result<Wire, Failure> {
+        let tcp = self.connect_tcp(read_rate).await?;
+        match &self.tls {
+            None => Ok(Wire::new(Box::new(tcp), read_rate)),
+            Some(tls) => {
+                let stream = tls.session(tcp).await.map_err(|error| FailureKind::Tls.saying(error))?;
+                Ok(Wire::new(Box::new(stream), read_rate))
+            }
+        }
+    }
+
+    /// Tries every address, first the one that answered last.
+    async fn connect_tcp(&self, read_rate: Option<u32>) -> Result<TcpStream, Failure> {
+        let (count, first) = (self.addresses.len(), self.preferred.load(Ordering::Relaxed));
+        let mut failure = None;
+        for attempt in 0..count {
+            let place = (first + attempt) % count;
+            let address = self.addresses[place];
+            let connected = if attempt + 1 < count {
+                timeout(ADDRESS_TIMEOUT, dial(address, read_rate))
+                    .await
+                    .unwrap_or(Err(io::ErrorKind::TimedOut.into()))
+            } else {
+                dial(address, read_rate).await
+            };
+            match connected {
+                Ok(stream) => {
+                    self.preferred.store(place, Ordering::Relaxed);
+                    return Ok(stream);
+                }
+                Err(error) => {
+                    failure = Some(FailureKind::Connect.saying(format_args!("{address}: {error}")));
+                }
+            }
+        }
+        Err(failure.expect("a server has an address; this is a bug"))
+    }
+}
+
+fn parse(text: &str) -> anyhow::Result<Url> {
+    let url = Url::parse(text).context("not a URL such as http://127.0.0.1:8080")?;
+    if !matches!(url.scheme(), "http" | "https") {
+        bail!("the scheme '{}' is neither http nor https", url.scheme());
+    }
+    ensure!(url.has_host(), "the host is missing");
+    ensure!(url.username().is_empty() && url.password().is_none(), "a URL with a user is not supported");
+    ensure!(url.fragment().is_none(), "a URL with a fragment is not supported");
+    Ok(url)
+}
+
+fn host(url: &Url) -> anyhow::Result<HeaderValue> {
+    let text = &url[url::Position::BeforeHost..url::Position::AfterPort];
+    HeaderValue::from_str(text).context("the host is no value of a header")
+}
+
+async fn dial(address: SocketAddr, read_rate: Option<u32>) -> io::Result<TcpStream> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    if let Some(rate) = read_rate {
+        // A slow reader's window must fill, or the server would never feel it. It counts from the handshake on.
+        socket.set_recv_buffer_size((rate / 4).clamp(RECEIVE_BUFFER_MIN, 1 << 16))?;
+    }
+    let stream = socket.connect(address).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(url: &str) -> String {
+        format!("{:#}", Server::at(url, None).expect_err(url))
+    }
+
+    #[test]
+    fn urls_that_cannot_be_spoken_to_are_refused_and_say_why() {
+        assert!(refused("ftp://127.0.0.1").contains("'ftp' is neither http nor https"));
+        assert!(refused("127.0.0.1:80").contains("not a URL"));
+        assert!(refused("localhost:80").contains("'localhost' is neither"));
+        assert!(refused("http://").contains("not a URL") && refused("http://:80").contains("host"));
+        assert!(refused("http://127.0.0.1:99999").contains("port"));
+        assert!(refused("http://127.0.0.1/#top").contains("fragment"));
+        for secret in ["http://me:hunter2@127.0.0.1", "http://me:hunter2@127.0.0.1:99999"] {
+            assert!(!refused(secret).contains("hunter2"));
+        }
+    }
+
+    #[test]
+    fn host_and_path_are_as_the_url_has_them() {
+        for (url, host, path) in [
+            ("http://127.0.0.1:8080", "127.0.0.1:8080", "/"),
+            ("http://127.0.0.1:80/a/b/", "127.0.0.1", "/a/b/"),
+            ("http://[::1]:81/metrics?x=1", "[::1]:81", "/metrics?x=1"),
+        ] {
+            let server = Server::at(url, None).unwrap();
+            assert_eq!((server.host().to_str().unwrap(), server.path()), (host, path), "{url}");
+        }
+    }
+
+    #[test]
+    fn a_server_is_the_same_by_scheme_host_and_port() {
+        let at = |url| Server::at(url, None).unwrap();
+        let server = at("http://127.0.0.1:80/v1");
+        assert!(server.is_same(&at("http://127.0.0.1/metrics")));
+        assert!(!server.is_same(&at("http://127.0.0.1:81")) && !server.is_same(&at("http://127.0.0.2")));
+    }
+
+    #[test]
+    fn every_address_is_tried_and_the_one_that_answered_is_kept() {
+        let [shut, open] = [(); 2].map(|()| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = [&shut, &open].map(|listener| listener.local_addr().unwrap()).to_vec();
+        drop(shut);
+        let server = Server { addresses, ..Server::at("http://127.0.0.1:1", None).unwrap() };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let failure = runtime.block_on(async {
+            server.connect(None).await.expect("the second address answers");
+            assert_eq!(server.preferred.load(Ordering::Relaxed), 1);
+            drop(open);
+            server.connect(None).await.err().expect("nobody answers any more")
+        });
+        assert_eq!(failure.kind, FailureKind::Connect);
+        assert!(failure.message.contains("127.0.0.1:"), "{}", failure.message);
+    }
+}

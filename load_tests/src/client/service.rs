@@ -1,0 +1,197 @@
+//! A server as an OpenAI-compatible service: which models it has, which keys open it, what a request looks like.
+//!
+//! Invariant: a key is a header's value, marked as sensitive, and nowhere else.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use http_body_util::Full;
+use hyper::{
+    Method, Request, Uri,
+    body::Bytes,
+    header::{ACCEPT, AUTHORIZATION, CONNECTION, CONTENT_TYPE, HOST, HeaderMap, HeaderValue, USER_AGENT},
+};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokio::time::timeout;
+
+use super::{
+    connection::{Connection, Post, no_head},
+    server::Server,
+};
+use crate::{
+    plan::requests::{self, Endpoint},
+    run::{Connections, Secret, Target},
+};
+
+/// Bytes a list of models or a page of metrics may have.
+const PAGE_BYTES_MAX: usize = 16 << 20;
+
+const BEARER: &str = "Bearer ";
+
+const AGENT: &str = concat!("load_tests/", env!("CARGO_PKG_VERSION"));
+
+/// What all requests of a run have in common.
+#[derive(Debug)]
+pub struct Service {
+    pub server: Server,
+    pub models: Vec<String>,
+    keys: Vec<HeaderValue>,
+    endpoint: Endpoint,
+    extra_body: Map<String, Value>,
+    uri: Uri,
+    headers: HeaderMap,
+}
+
+impl Service {
+    /// The service `target` names. Where it names no model, the server is asked for the first it lists, within
+    /// `patience`.
+    pub async fn find(target: &Target, connections: Connections, patience: Duration) -> anyhow::Result<Self> {
+        let server = Server::at(&target.url, target.ca.as_deref()).context("the server's URL")?;
+        ensure!(!server.path().contains('?'), "the server's URL must not have a query");
+        let keys = headers(&target.keys)?;
+        let prefix = server.path().trim_end_matches('/').to_string();
+        let models = match target.models.as_slice() {
+            [] => vec![first_model(&server, &prefix, keys.first(), patience).await.with_context(|| {
+                format!("asking for {prefix}/v1/models what it serves (or name a model)")
+            })?],
+            models => models.to_vec(),
+        };
+        let path = match target.endpoint {
+            Endpoint::Completions => "completions",
+            Endpoint::Chat => "chat/completions",
+        };
+        Ok(Self {
+            models,
+            keys,
+            endpoint: target.endpoint,
+            extra_body: target.extra_body.clone(),
+            uri: format!("{prefix}/v1/{path}").parse().context("the server's URL")?,
+            headers: common_headers(&server, connections),
+            server,
+        })
+    }
+
+    /// The body of `request`.
+    pub fn body(&self, request: &requests::Request) -> Bytes {
+        request.body(self.endpoint, &self.models[request.model], &self.extra_body).into()
+    }
+
+    /// The HTTP request with `body`, showing the key of this number.
+    pub fn post(&self, body: Bytes, key: Option<usize>) -> Request<Post> {
+        let mut post = Request::new(Full::new(body));
+        *post.method_mut() = Method::POST;
+        *post.uri_mut() = self.uri.clone();
+        *post.headers_mut() = self.headers.clone();
+        if let Some(key) = key {
+            post.headers_mut().insert(AUTHORIZATION, self.keys[key].clone());
+        }
+        post
+    }
+
+    /// A text of the server's without the keys that it tells back.
+    pub fn without_keys(&self, text: &str) -> String {
+        let keys = self.keys.iter().filter_map(|header| header.to_str().ok()?.strip_prefix(BEARER));
+        keys.fold(text.to_string(), |text, key| text.replace(key, "[key]"))
+    }
+
+    /// How many keys there are.
+    pub fn keys(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// What is at the URL of `server`, shown a key only where `server` is the one the keys are for.
+    pub async fn page(&self, server: &Server, patience: Duration) -> anyhow::Result<String> {
+        let key = self.keys.first().filter(|_| server.is_same(&self.server));
+        get(server, server.path(), key, patience).await
+    }
+}
+
+fn headers(keys: &[Secret]) -> anyhow::Result<Vec<HeaderValue>> {
+    let header = |(place, key): (usize, &Secret)| {
+        let mut value = HeaderValue::from_str(&format!("{BEARER}{}", key.0))
+            .ok()
+            .with_context(|| format!("key {} has characters that no header may have", place + 1))?;
+        ensure!(!key.0.trim().is_empty(), "key {} is empty", place + 1);
+        value.set_sensitive(true);
+        Ok(value)
+    };
+    keys.iter().enumerate().map(header).collect()
+}
+
+fn common_headers(server: &Server, connections: Connections) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert(HOST, server.host().clone());
+    headers.insert(USER_AGENT, HeaderValue::from_static(AGENT));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(ACCEPT, HeaderValue::from_static("text/event-stream"));
+    if connections == Connections::New {
+        headers.insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    headers
+}
+
+async fn first_model(
+    server: &Server,
+    prefix: &str,
+    key: Option<&HeaderValue>,
+    patience: Duration,
+) -> anyhow::Result<String> {
+    #[derive(Deserialize)]
+    struct Models {
+        data: Vec<Model>,
+    }
+    #[derive(Deserialize)]
+    struct Model {
+        id: String,
+    }
+    let text = get(server, &format!("{prefix}/v1/models"), key, patience).await?;
+    let models: Models = serde_json::from_str(&text).context("the answer is not a list of models")?;
+    models.data.into_iter().next().map(|model| model.id).context("the list is empty")
+}
+
+/// The text at `path`.
+async fn get(
+    server: &Server,
+    path: &str,
+    key: Option<&HeaderValue>,
+    patience: Duration,
+) -> anyhow::Result<String> {
+    let mut request = Request::new(Post::default());
+    *request.uri_mut() = path.parse().context("the path")?;
+    *request.headers_mut() = common_headers(server, Connections::New);
+    request.headers_mut().remove(CONTENT_TYPE);
+    request.headers_mut().insert(ACCEPT, HeaderValue::from_static("*/*"));
+    if let Some(key) = key {
+        request.headers_mut().insert(AUTHORIZATION, key.clone());
+    }
+    timeout(patience, fetch(server, request))
+        .await
+        .with_context(|| format!("no answer after {patience:?}"))?
+}
+
+async fn fetch(server: &Server, request: Request<Post>) -> anyhow::Result<String> {
+    let said = |failure: crate::sample::Failure| anyhow::anyhow!("{}: {}", failure.kind, failure.message);
+    let mut connection = Connection::open(server, None).await.map_err(said)?;
+    let answer = connection.request(request).await.map_err(|error| said(no_head(&error)))?;
+    let status = answer.status();
+    let text = connection.text(answer.into_body(), PAGE_BYTES_MAX).await;
+    ensure!(status == 200, "the answer is {status}");
+    text.ok().context("the answer breaks off or has more than 16 MiB")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_become_headers_that_debug_hides_and_bad_ones_are_told_by_their_place() {
+        let keys = |keys: &[&str]| headers(&Vec::from_iter(keys.iter().map(|key| Secret(key.to_string()))));
+        let good = keys(&["sk-1", "sk-2"]).unwrap();
+        assert_eq!(good[1], "Bearer sk-2");
+        assert!(!format!("{good:?}").contains("sk-"));
+        let error = format!("{:?}", keys(&["sk-1", "sk-\u{7}"]).unwrap_err());
+        assert!(error.contains("key 2") && !error.contains("sk-"), "{error}");
+        assert!(keys(&[" "]).is_err());
+    }
+}

@@ -1,0 +1,73 @@
+//! TLS sessions with a server whose certificate the system or a file of the user's vouches for.
+//!
+//! Invariant: no certificate is taken unproven.
+
+use std::{io, net::IpAddr, path::Path, sync::Arc};
+
+use anyhow::{Context, ensure};
+use rustls::{
+    ClientConfig, RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, ServerName, pem::PemObject},
+};
+use tokio::net::TcpStream;
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use url::{Host, Url};
+
+/// How sessions with one server begin.
+#[derive(Clone)]
+pub struct Tls {
+    connector: TlsConnector,
+    name: ServerName<'static>,
+}
+
+impl std::fmt::Debug for Tls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tls({})", self.name.to_str())
+    }
+}
+
+impl Tls {
+    /// Sessions with the server at `url`.
+    pub fn to(url: &Url, ca: Option<&Path>) -> anyhow::Result<Self> {
+        let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots(ca)?)
+            .with_no_client_auth();
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(Self { connector: TlsConnector::from(Arc::new(config)), name: name(url)? })
+    }
+
+    pub async fn session(&self, tcp: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+        self.connector.connect(self.name.clone(), tcp).await
+    }
+}
+
+/// The system's certificates, as far as they can be read, and those of the file.
+fn roots(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    if let Some(file) = ca {
+        let count = roots.len();
+        add_file(&mut roots, file).with_context(|| format!("the certificates of {}", file.display()))?;
+        ensure!(roots.len() > count, "{} holds no certificate", file.display());
+    }
+    Ok(roots)
+}
+
+fn add_file(roots: &mut RootCertStore, file: &Path) -> anyhow::Result<()> {
+    for certificate in CertificateDer::pem_file_iter(file)? {
+        roots.add(certificate?)?;
+    }
+    Ok(())
+}
+
+fn name(url: &Url) -> anyhow::Result<ServerName<'static>> {
+    Ok(match url.host().context("the host is missing")? {
+        Host::Domain(name) => {
+            ServerName::try_from(name.to_string()).context("the host is no name of a certificate")?
+        }
+        Host::Ipv4(address) => IpAddr::from(address).into(),
+        Host::Ipv6(address) => IpAddr::from(address).into(),
+    })
+}

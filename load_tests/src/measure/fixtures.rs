@@ -1,0 +1,95 @@
+//! Settings and samples for tests; times in milliseconds.
+//!
+//! Invariant: a sample is of the outcome its function is named after, of model 0 and index 0.
+
+use std::time::{Duration, SystemTime};
+
+use crate::{
+    plan::{
+        arrivals::Arrivals,
+        lengths::Length,
+        prompts::Prompts,
+        requests::{Endpoint, Load},
+    },
+    run::{Connections, Record, Settings, Target},
+    sample::{Delivery, FailureKind, Outcome, Sample},
+};
+
+pub fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// One token at each of the times; 10 tokens of prompt, 3 asked for; over at the last of them.
+pub fn completed(scheduled: u64, sent: u64, tokens: &[u64]) -> Sample {
+    Sample {
+        index: 0,
+        model: 0,
+        prompt_len: 10,
+        output_len_asked: 3,
+        output_len: tokens.len() as u32,
+        scheduled: ms(scheduled),
+        sent: ms(sent),
+        ended: ms(*tokens.last().unwrap_or(&sent)),
+        retries: 0,
+        deliveries: tokens.iter().map(|&at| Delivery::new(ms(at), 1)).collect(),
+        outcome: Outcome::Completed,
+    }
+}
+
+/// Refused with status 500 at once.
+pub fn failed(scheduled: u64, sent: u64) -> Sample {
+    let failure = FailureKind::Status(500).saying("out of luck");
+    Sample { outcome: Outcome::Failed(failure), ..completed(scheduled, sent, &[]) }
+}
+
+/// An open loop at 2 requests per second, of 4 prompt tokens and 2 output tokens.
+pub fn settings() -> Settings {
+    Settings {
+        label: None,
+        target: Target {
+            url: "http://localhost:1".into(),
+            models: Vec::new(),
+            keys: Vec::new(),
+            endpoint: Endpoint::Completions,
+            extra_body: Default::default(),
+            ca: None,
+            metrics_url: None,
+        },
+        load: load(),
+        arrivals: Arrivals::Poisson { mean_gap: ms(500) },
+        max_concurrency: None,
+        retries: 0,
+        connections: Connections::New,
+        workers: 1,
+        warmups: 0,
+        request_timeout: ms(1000),
+        time_limit: ms(9000),
+    }
+}
+
+fn load() -> Load {
+    Load {
+        requests: 5,
+        prompts: Prompts::Ids { vocab: 10 },
+        prompt: Length::Fixed(4),
+        output: Some(Length::Fixed(2)),
+        trace: None,
+        shared_prefix: 0,
+        prefix_groups: 1,
+        temperature: 0.0,
+        seed: 9,
+        ignore_eos: true,
+        hangup_share: 0.0,
+        hangup_after: 1,
+        slow_share: 0.0,
+        slow_rate: 1,
+        models: 1,
+        keys: 0,
+    }
+}
+
+/// A run of one model that sent all it planned, but one request.
+pub fn record(samples: Vec<Sample>) -> Record {
+    let samples = samples.into_iter().enumerate().map(|(index, sample)| Sample { index, ..sample }).collect();
+    Record { models: vec!["m".into()], began: SystemTime::UNIX_EPOCH, samples, unsent: 1, server: None }
+}

@@ -1,0 +1,105 @@
+//! Goodput: the completed requests that kept the limits given for them.
+//!
+//! Invariant: a limit is one of a measure that every request has or cannot miss.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use super::{Span, completed};
+use crate::{report::Goodput, sample::Sample};
+
+/// Limits a completed request must keep to be good, in milliseconds by measure: `ttft`, `tpot`, `e2el`.
+pub type Limits = BTreeMap<String, f64>;
+
+/// The measures that may be limited, and how each is taken.
+const MEASURES: [(&str, Measure); 3] =
+    [("ttft", Sample::ttft), ("tpot", Sample::tpot), ("e2el", Sample::e2e)];
+
+type Measure = fn(&Sample) -> Option<Duration>;
+
+/// A measure and its limit in milliseconds, such as `ttft:200`.
+pub fn parse_limit(text: &str) -> Result<(String, f64), String> {
+    let (name, limit) =
+        text.split_once(':').ok_or(format!("'{text}' is not MEASURE:MS, such as ttft:200"))?;
+    if !MEASURES.iter().any(|measure| measure.0 == name) {
+        return Err(format!("'{name}' is not a measure that can be limited: ttft, tpot or e2el"));
+    }
+    let limit_ms: f64 = limit.parse().map_err(|_| format!("'{limit}' is not a number of milliseconds"))?;
+    if !(limit_ms > 0.0 && limit_ms.is_finite()) {
+        return Err(format!("a limit of {limit} ms is not above 0 and finite"));
+    }
+    Ok((name.to_owned(), limit_ms))
+}
+
+/// `None` where there are no limits.
+pub fn of(samples: &[Sample], span: Span, limits: &Limits) -> Option<Goodput> {
+    if limits.is_empty() {
+        return None;
+    }
+    let good = completed(samples).filter(|sample| keeps(sample, limits)).count();
+    Some(Goodput {
+        limits_ms: limits.clone(),
+        good,
+        throughput: span.per_second(good as f64),
+        share: good as f64 / samples.len().max(1) as f64,
+    })
+}
+
+/// What a request does not have, such as a time per later token where there was but one token, it cannot miss.
+fn keeps(sample: &Sample, limits: &Limits) -> bool {
+    let measured = MEASURES.iter().filter_map(|(name, measure)| limits.get(*name).zip(measure(sample)));
+    measured.into_iter().all(|(&limit_ms, time)| super::milliseconds(time) <= limit_ms)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measure::fixtures::{completed, failed};
+
+    fn limits(texts: &[&str]) -> Limits {
+        texts.iter().map(|text| parse_limit(text).unwrap()).collect()
+    }
+
+    #[test]
+    fn goodput_by_hand() {
+        let samples = [
+            // Sent late, but due at 0: the first token took 200 ms, the later ones 50 each.
+            completed(0, 150, &[200, 250, 300]),
+            // The first token after 201 ms.
+            completed(0, 0, &[201, 211, 221]),
+            // The first token after 100, the later ones 60 each.
+            completed(100, 100, &[200, 260, 320]),
+            // One token alone has no time per later token.
+            completed(300, 300, &[500]),
+            failed(400, 400),
+        ];
+        let span = Span::of(&samples);
+        let good = |texts: &[&str]| of(&samples, span, &limits(texts)).unwrap();
+        assert_eq!(good(&["ttft:200"]).good, 3);
+        assert_eq!(good(&["ttft:200", "tpot:50"]).good, 2);
+        assert_eq!(good(&["tpot:50", "e2el:220"]).good, 1);
+        assert_eq!(good(&["e2el:200"]).good, 1);
+        let goodput = good(&["ttft:200", "tpot:50"]);
+        assert_eq!((goodput.share, goodput.throughput), (0.4, 4.0));
+        assert_eq!(goodput.limits_ms["tpot"], 50.0);
+        assert_eq!(of(&samples, span, &Limits::new()), None);
+        assert_eq!(of(&[], Span::of(&[]), &limits(&["ttft:1"])).unwrap().share, 0.0);
+    }
+
+    #[test]
+    fn limits_as_they_are_written() {
+        assert_eq!(parse_limit("e2el:1500.5"), Ok(("e2el".into(), 1500.5)));
+        for (bad, word) in [
+            ("ttft", "'ttft' is not MEASURE:MS"),
+            ("itl:10", "'itl' is not a measure"),
+            ("ttft:", "'' is not a number"),
+            ("ttft:fast", "'fast' is not a number"),
+            ("ttft:0", "0 ms is not above 0"),
+            ("ttft:-1", "-1 ms is not above 0"),
+            ("ttft:inf", "inf ms is not above 0"),
+            ("ttft:NaN", "NaN ms is not above 0"),
+        ] {
+            let error = parse_limit(bad).unwrap_err();
+            assert!(error.contains(word), "{bad}: {error}");
+        }
+    }
+}

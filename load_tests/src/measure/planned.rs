@@ -1,0 +1,108 @@
+//! What was planned, in the words of a report.
+//!
+//! Invariant: no key and no other secret of the settings is in them.
+
+use url::Url;
+
+use crate::{
+    plan::{
+        arrivals::Arrivals,
+        prompts::Prompts,
+        requests::{Endpoint, Load},
+        trace::Entry,
+    },
+    report::PlanReport,
+    run::Settings,
+};
+
+/// What was planned.
+pub fn report(settings: &Settings) -> PlanReport {
+    let Settings { load, arrivals, target, .. } = settings;
+    PlanReport {
+        requests: load.requests,
+        arrivals: arrivals.to_string(),
+        closed_loop: matches!(arrivals, Arrivals::Users { .. }),
+        rate: arrivals.rate().filter(|rate| rate.is_finite()),
+        burstiness: arrivals.burstiness(),
+        max_concurrency: settings.max_concurrency,
+        prompt: prompt(load),
+        output: output(load),
+        endpoint: endpoint(target.endpoint).to_owned(),
+        seed: load.seed,
+    }
+}
+
+/// The URL without what a user may have put before its host.
+pub fn shown_url(text: &str) -> String {
+    match Url::parse(text) {
+        Ok(mut url) if !url.username().is_empty() || url.password().is_some() => {
+            // A URL that has them can lose them.
+            let _ = url.set_username("").and_then(|()| url.set_password(None));
+            url.to_string()
+        }
+        _ => text.to_owned(),
+    }
+}
+
+fn prompt(load: &Load) -> String {
+    let otherwise = match &load.prompts {
+        Prompts::Ids { .. } | Prompts::Words => load.prompt.to_string(),
+        Prompts::Texts(_) => "of the texts".to_owned(),
+    };
+    traced(load, |entry| entry.prompt_len, otherwise)
+}
+
+fn output(load: &Load) -> String {
+    let otherwise = load.output.map_or("of the texts".to_owned(), |length| length.to_string());
+    traced(load, |entry| entry.output_len, otherwise)
+}
+
+/// A trace's lengths go first, where it has them.
+fn traced(load: &Load, length: fn(&Entry) -> Option<u32>, otherwise: String) -> String {
+    let entries = load.trace.as_deref().unwrap_or_default();
+    let traced = entries.iter().filter(|entry| length(entry).is_some()).count();
+    match traced {
+        0 => otherwise,
+        _ if traced == entries.len() => "of the trace".to_owned(),
+        _ => format!("of the trace, else {otherwise}"),
+    }
+}
+
+fn endpoint(endpoint: Endpoint) -> &'static str {
+    match endpoint {
+        Endpoint::Completions => "completions",
+        Endpoint::Chat => "chat",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{measure::fixtures::settings, plan::lengths::Length};
+
+    fn entry(prompt_len: Option<u32>, output_len: Option<u32>) -> Entry {
+        Entry { due: Default::default(), prompt_len, output_len }
+    }
+
+    #[test]
+    fn where_lengths_come_from_is_told() {
+        let mut load = Load { output: Some(Length::Fixed(7)), ..settings().load };
+        let told = |load: &Load| (prompt(load), output(load));
+        assert_eq!(told(&load), ("4".into(), "7".into()));
+        load.trace = Some([entry(Some(1), None), entry(None, None)].into());
+        assert_eq!(told(&load), ("of the trace, else 4".into(), "7".into()));
+        load.trace = Some([entry(Some(1), Some(2))].into());
+        assert_eq!(told(&load), ("of the trace".into(), "of the trace".into()));
+        load = Load { prompts: Prompts::Texts([].into()), trace: None, output: None, ..load };
+        assert_eq!(told(&load), ("of the texts".into(), "of the texts".into()));
+    }
+
+    #[test]
+    fn a_password_in_a_url_is_not_shown() {
+        assert_eq!(shown_url("https://me:secret@host:8443/api"), "https://host:8443/api");
+        assert_eq!(shown_url("https://secret@host/api"), "https://host/api");
+        for plain in ["http://127.0.0.1:8080", "no url at all"] {
+            assert_eq!(shown_url(plain), plain);
+        }
+    }
+}

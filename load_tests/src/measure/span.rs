@@ -1,0 +1,42 @@
+//! Stretches of a run's time.
+//!
+//! Invariant: a span does not end before it begins.
+
+use std::time::Duration;
+
+use super::seconds;
+use crate::sample::Sample;
+
+/// A stretch of the run's time.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    pub begin: Duration,
+    pub end: Duration,
+}
+
+impl Span {
+    /// From the first send to the last token; without length when no token came.
+    pub fn of(samples: &[Sample]) -> Self {
+        let begin = samples.iter().map(|sample| sample.sent).min().unwrap_or_default();
+        let last = samples.iter().filter_map(|sample| sample.deliveries.last()).max();
+        Self { begin, end: last.map_or(begin, |last| last.at().max(begin)) }
+    }
+
+    pub fn length(self) -> Duration {
+        self.end - self.begin
+    }
+
+    /// So much per second of the span; 0 when it has no length.
+    pub fn per_second(self, amount: f64) -> f64 {
+        if self.length().is_zero() { 0.0 } else { amount / seconds(self.length()) }
+    }
+
+    /// Equal pieces, to the nanosecond.
+    pub fn pieces(self, count: usize) -> impl Iterator<Item = Span> {
+        let nanos = self.length().as_nanos();
+        let edge = move |i: usize| {
+            self.begin + Duration::from_nanos((nanos * i as u128 / count as u128).min(u64::MAX.into()) as u64)
+        };
+        (0..count).map(move |i| Span { begin: edge(i), end: edge(i + 1) })
+    }
+}

@@ -1,0 +1,112 @@
+//! Prompts out of JSON: a list of entries, or one in each line.
+//!
+//! Invariant: of a list one entry at a time is held as JSON, however long the list is.
+
+use std::fmt;
+
+use anyhow::Context;
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error, SeqAccess, Visitor},
+};
+use serde_json::{Map, Value};
+
+use super::{Answer, Entry};
+use crate::plan::{files::json_lines, lengths::LENGTH_MAX};
+
+/// The entries of a list.
+pub(super) fn list(content: &str) -> anyhow::Result<Vec<Entry>> {
+    let List(entries) = serde_json::from_str(content)?;
+    Ok(entries)
+}
+
+/// The entries of lines.
+pub(super) fn lines(content: &str) -> anyhow::Result<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for line in json_lines(content) {
+        let (number, value) = line?;
+        let found = entry(value).map_err(anyhow::Error::msg);
+        entries.extend(found.with_context(|| format!("line {number}"))?);
+    }
+    Ok(entries)
+}
+
+struct List(Vec<Entry>);
+
+impl<'de> Deserialize<'de> for List {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ListVisitor)
+    }
+}
+
+struct ListVisitor;
+
+impl<'de> Visitor<'de> for ListVisitor {
+    type Value = List;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of conversations")
+    }
+
+    fn visit_seq<S: SeqAccess<'de>>(self, mut values: S) -> Result<List, S::Error> {
+        let mut entries = Vec::new();
+        let mut number = 0;
+        while let Some(value) = values.next_element()? {
+            number += 1;
+            entries.extend(entry(value).map_err(|error| Error::custom(format!("entry {number}: {error}")))?);
+        }
+        Ok(List(entries))
+    }
+}
+
+/// What an entry asks; `None` when it has no first human turn, or no answer to it.
+fn entry(value: Value) -> Result<Option<Entry>, String> {
+    let Value::Object(mut fields) = value else { return Err("expected an object".into()) };
+    let found = if let Some(prompt) = fields.remove("prompt") {
+        Some(Entry { prompt: text(prompt, "prompt")?, answer: answer(fields)? })
+    } else if let Some(turns) = fields.remove("conversations") {
+        conversation(turns, "from", "value")
+    } else {
+        fields.remove("messages").and_then(|turns| conversation(turns, "role", "content"))
+    };
+    Ok(found.filter(|entry| !entry.prompt.is_empty()))
+}
+
+/// The answer that stands beside a prompt.
+fn answer(mut fields: Map<String, Value>) -> Result<Answer, String> {
+    for name in ["output_len", "output_tokens"] {
+        if let Some(tokens) = fields.get(name).filter(|tokens| !tokens.is_null()) {
+            let tokens = tokens.as_u64().filter(|&tokens| tokens <= u64::from(LENGTH_MAX));
+            let refused = || format!("{name} is not a number of tokens up to {LENGTH_MAX}");
+            return tokens.map(|tokens| Answer::Tokens(tokens as u32)).ok_or_else(refused);
+        }
+    }
+    match fields.remove("completion") {
+        None | Some(Value::Null) => Ok(Answer::None),
+        Some(completion) => Ok(Answer::Text(text(completion, "completion")?)),
+    }
+}
+
+fn text(value: Value, name: &str) -> Result<String, String> {
+    match value {
+        Value::String(text) => Ok(text),
+        _ => Err(format!("{name} is not a text")),
+    }
+}
+
+/// The first two turns after those of a system, if they are of a human and of a model.
+fn conversation(turns: Value, speaker: &str, said: &str) -> Option<Entry> {
+    let Value::Array(turns) = turns else { return None };
+    let mut turns = turns.into_iter().map(|mut turn| {
+        let (speaker, said) = (turn.get_mut(speaker).map(Value::take), turn.get_mut(said).map(Value::take));
+        (speaker.unwrap_or_default(), said.unwrap_or_default())
+    });
+    let (speaker, prompt) = turns.find(|(speaker, _)| speaker != "system")?;
+    let (answerer, answer) = turns.next()?;
+    match (speaker.as_str()?, answerer.as_str()?, prompt, answer) {
+        ("human" | "user", "gpt" | "assistant", Value::String(prompt), Value::String(answer)) => {
+            Some(Entry { prompt, answer: Answer::Text(answer) })
+        }
+        _ => None,
+    }
+}

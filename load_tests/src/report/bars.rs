@@ -1,0 +1,79 @@
+//! Curves as bars of block characters, for terminals.
+//!
+//! Invariant: a bar is as high as the greatest value of its stretch of time, and one that is not 0 can be seen.
+
+/// A bar's top, in eighths of a line.
+const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// Columns and lines of a chart.
+const CHART: (usize, usize) = (100, 8);
+
+/// A step function over seconds, with its title above, its axes labelled; empty when there is no curve.
+pub fn chart(title: &str, curve: &[(f64, f64)]) -> String {
+    let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return String::new() };
+    let (width, height) = CHART;
+    let values = greatest(curve, width);
+    let peak = values.iter().copied().fold(0.0, f64::max).to_string();
+    let bars = lines(&values, height);
+    let labels = std::iter::once(peak.as_str()).chain(std::iter::repeat(""));
+    let bars = bars.iter().zip(labels).map(|(bar, label)| format!("{label:>7} |{}\n", bar.trim_end()));
+    let (begin, end) = (format!("{:.2} s", first.0), format!("{:.2} s", last.0));
+    let rest = values.len().saturating_sub(begin.len());
+    let axis = format!("{:>7} +{}\n{:9}{begin}{end:>rest$}\n", 0, "-".repeat(values.len()), "");
+    format!("\n{title}\n{}{axis}", bars.collect::<String>())
+}
+
+/// The greatest values of a step function within `columns` equal stretches of its time.
+pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
+    let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
+    let length = last.0 - first.0;
+    if length <= 0.0 {
+        return vec![first.1];
+    }
+    let column = |at: f64| ((at - first.0) / length * columns as f64) as usize;
+    let mut greatest = vec![0.0f64; columns];
+    for step in curve.windows(2) {
+        let (begin, end) = (column(step[0].0).min(columns - 1), column(step[1].0));
+        // A step that ends where a column begins is not in it.
+        let ends_within = step[1].0 > first.0 + length * end as f64 / columns as f64;
+        let end = if ends_within { end + 1 } else { end }.clamp(begin + 1, columns);
+        greatest[begin..end].iter_mut().for_each(|value| *value = value.max(step[0].1));
+    }
+    greatest
+}
+
+/// Lines from top to bottom; the greatest value is as high as all of them.
+pub fn lines(values: &[f64], height: usize) -> Vec<String> {
+    let greatest = values.iter().copied().fold(0.0, f64::max);
+    let eighths = |value: f64| match value / greatest {
+        share if share > 0.0 => ((share * (height * 8) as f64).round() as usize).max(1),
+        _ => 0,
+    };
+    let line = |floor: usize| {
+        values.iter().map(|&value| EIGHTHS[eighths(value).saturating_sub(floor * 8).min(8)]).collect()
+    };
+    (0..height).rev().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_column_is_as_high_as_what_it_covers() {
+        // 1 for four seconds, 5 for a tenth, 2 for 3.9, 0 at the end.
+        let curve = [(1.0, 1.0), (5.0, 5.0), (5.1, 2.0), (9.0, 0.0)];
+        assert_eq!(greatest(&curve, 4), [1.0, 1.0, 5.0, 2.0]);
+        assert_eq!(greatest(&curve, 2), [1.0, 5.0]);
+        assert_eq!(greatest(&curve, 1), [5.0]);
+        assert!(greatest(&[], 4).is_empty());
+        assert_eq!(greatest(&[(2.0, 3.0)], 4), [3.0]);
+    }
+
+    #[test]
+    fn bars_end_in_eighths_of_a_line() {
+        assert_eq!(lines(&[0.0, 1.0, 8.0, 12.0, 16.0], 2), ["   ▄█", " ▁███"]);
+        assert_eq!(lines(&[0.001, 100.0], 1), ["▁█"]);
+        assert_eq!(lines(&[0.0, 0.0], 1), ["  "]);
+    }
+}

@@ -1,0 +1,64 @@
+//! The key figures of a run.
+//!
+//! Invariant: what was not measured has a card that says so; what was not asked for has none.
+
+use super::{
+    block::Card,
+    numbers::{ABSENT, chosen, count, figure, percent},
+    words,
+};
+use crate::report::{Distribution, Goodput, RunReport};
+
+pub fn cards(run: &RunReport) -> Vec<Card> {
+    let [throughput, requests] = throughput(run);
+    let [in_flight, overlap] = concurrency(run);
+    let latencies = &run.latencies;
+    let latencies = [
+        latency("Time to first token", latencies.ttft.as_ref()),
+        latency("Between tokens", latencies.itl.as_ref()),
+        latency("End to end", latencies.e2el.as_ref()),
+    ];
+    let first = [completed(run), throughput, requests].into_iter().chain(latencies);
+    first.chain([in_flight, overlap]).chain(run.goodput.as_ref().map(goodput)).collect()
+}
+
+fn card(name: &'static str, value: String, unit: &str, beside: String) -> Card {
+    Card { name, value, unit: unit.into(), beside, class: "" }
+}
+
+fn completed(run: &RunReport) -> Card {
+    let class = if run.counts.failed > 0 { "alarm" } else { "" };
+    Card { class, ..card("Completed", count(run.counts.completed), "", words::fates(&run.counts)) }
+}
+
+fn throughput(run: &RunReport) -> [Card; 2] {
+    let peak = format!("{} at most in a second", count(run.peak_output_tokens_per_s));
+    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} asked for", chosen(rate)));
+    [
+        card("Output", figure(run.output_throughput), "tok/s", peak),
+        card("Requests", figure(run.request_throughput), "req/s", asked),
+    ]
+}
+
+fn latency(name: &'static str, distribution: Option<&Distribution>) -> Card {
+    match distribution {
+        Some(Distribution { stats, .. }) => {
+            card(name, figure(stats.median), "ms p50", format!("{} ms p99", figure(stats.p99)))
+        }
+        None => card(name, ABSENT.into(), "", "not measured".into()),
+    }
+}
+
+fn concurrency(run: &RunReport) -> [Card; 2] {
+    let peak = format!("{} at most", count(run.peak_concurrency));
+    let of_all = "of all requests in flight, on the mean";
+    [
+        card("In flight", figure(run.mean_concurrency), "on the mean", peak),
+        card("Overlap", percent(run.overlap), "", of_all.into()),
+    ]
+}
+
+fn goodput(good: &Goodput) -> Card {
+    let kept = format!("{} ({}) kept {}", count(good.good), percent(good.share), words::limits(good));
+    card("Goodput", figure(good.throughput), "req/s", kept)
+}

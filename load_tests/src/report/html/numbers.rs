@@ -1,0 +1,106 @@
+//! Numbers as the page writes them.
+//!
+//! Invariant: what is not a number is never written as one.
+
+/// Stands where there is no figure.
+pub const ABSENT: &str = "–";
+
+/// A figure in three digits or more.
+pub fn figure(value: f64) -> String {
+    let decimals = match value.abs() {
+        size if !size.is_finite() => return ABSENT.into(),
+        0.0 => return "0".into(),
+        1e15.. => return format!("{value:.1e}"),
+        100.0.. => 0,
+        10.0.. => 1,
+        1.0.. => 2,
+        0.001.. => 3,
+        _ => return format!("{value:.1e}"),
+    };
+    grouped(&format!("{value:.decimals$}"))
+}
+
+/// A number that somebody chose, in the digits that it has.
+pub fn chosen(value: f64) -> String {
+    match value.abs() {
+        1e-6..1e15 => grouped(&((value * 1e6).round() / 1e6).to_string()),
+        _ => figure(value),
+    }
+}
+
+/// `1 request`, `2 requests`.
+pub fn of_requests(number: usize) -> String {
+    format!("{} request{}", count(number), if number == 1 { "" } else { "s" })
+}
+
+/// A figure that may be absent.
+pub fn maybe(value: Option<f64>) -> String {
+    value.map_or(ABSENT.into(), figure)
+}
+
+/// A number of things.
+pub fn count(value: impl TryInto<u64>) -> String {
+    value.try_into().map_or(ABSENT.into(), |value: u64| grouped(&value.to_string()))
+}
+
+/// A share of 0 to 1.
+pub fn percent(share: f64) -> String {
+    match share.is_finite() {
+        true => format!("{:.1} %", share * 100.0),
+        false => ABSENT.into(),
+    }
+}
+
+/// `YYYYMMDD-HHMMSS` as people write it; another text as it is.
+pub fn date(text: &str) -> String {
+    let digits: Vec<char> = text.chars().filter(char::is_ascii_digit).collect();
+    let shape: String = text.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+    if shape != "00000000-000000" {
+        return text.into();
+    }
+    let part = |from: usize, to: usize| digits[from..to].iter().collect::<String>();
+    let [year, month, day] = [part(0, 4), part(4, 6), part(6, 8)];
+    format!("{year}-{month}-{day} {}:{}:{} UTC", part(8, 10), part(10, 12), part(12, 14))
+}
+
+/// `1234567.8` to `1,234,567.8`.
+fn grouped(number: &str) -> String {
+    let (whole, fraction) = number.find('.').map_or((number, ""), |dot| number.split_at(dot));
+    let (sign, digits) = whole.strip_prefix('-').map_or(("", whole), |digits| ("-", digits));
+    let mut text = String::from(sign);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text + fraction
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_three_digits_or_more() {
+        let written = [0.0, 0.0123, 1.0, 12.345, 99.96, 123.4, 1_234_567.8, -4321.0].map(figure);
+        assert_eq!(written, ["0", "0.012", "1.00", "12.3", "100.0", "123", "1,234,568", "-4,321"]);
+        assert_eq!([f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(figure), [ABSENT; 3]);
+        assert_eq!(figure(4.2e-7), "4.2e-7");
+        assert_eq!((percent(0.673), percent(f64::NAN)), ("67.3 %".into(), ABSENT.into()));
+    }
+
+    #[test]
+    fn chosen_numbers_are_as_they_were_chosen() {
+        let written = [1.0, 0.5, 2500.0, 10.0 / 3.0, 0.1 + 0.2].map(chosen);
+        assert_eq!(written, ["1", "0.5", "2,500", "3.333333", "0.3"]);
+    }
+
+    #[test]
+    fn only_a_date_is_rewritten() {
+        assert_eq!(date("20260102-030405"), "2026-01-02 03:04:05 UTC");
+        for other in ["", "20260102", "2026-01-02", "20260102-03040é", "<b>20260102-030405"] {
+            assert_eq!(date(other), other);
+        }
+    }
+}

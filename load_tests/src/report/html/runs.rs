@@ -1,0 +1,51 @@
+//! Runs side by side.
+//!
+//! Invariant: a run has one colour, in the table and in every picture.
+
+use super::{
+    Curve, Scale,
+    block::{Block, Table, text},
+    columns::{self, ITL, Measure, TTFT},
+    curves,
+    numbers::percent,
+};
+use crate::report::{
+    RunReport,
+    plots::{self, Plot},
+};
+
+/// Runs in one table and in the same axes.
+pub fn blocks(about: &str, runs: &[RunReport]) -> Vec<Block> {
+    if runs.is_empty() {
+        return text(about).into_iter().chain(text("There are no runs to compare.")).collect();
+    }
+    let table = Block::Table(table(runs));
+    text(about).into_iter().chain([table, Block::Plots(overlaid(runs))]).collect()
+}
+
+fn table(runs: &[RunReport]) -> Table {
+    let names = ["run", "arrivals"].into_iter().chain(columns::OUTCOME);
+    let names = names.chain(columns::LATENCIES).chain(["overlap"]);
+    let row = |run: &RunReport| {
+        let first = [run.label.clone(), run.plan.arrivals.clone()].into_iter().chain(columns::outcome(run));
+        first.chain(columns::latencies(run)).chain([percent(run.overlap)]).collect()
+    };
+    Table::new(&format!("Runs, {}", columns::IN_MS), names, runs.iter().map(row).collect()).keyed(0..)
+}
+
+fn overlaid(runs: &[RunReport]) -> Vec<Plot> {
+    let all = |curve: fn(&RunReport) -> Curve| -> Vec<_> { runs.iter().map(curve).collect() };
+    let over_time = |title: &str, y: &str, curve| {
+        plots::plot(title, &curves::seconds(), &curves::axis(y, Scale::Linear), &all(curve))
+    };
+    let percentiles = |title: &str, of: Measure| {
+        let all: Vec<_> = runs.iter().map(|run| curves::percentiles(&run.label, of(run))).collect();
+        plots::plot(title, &curves::percentile(), &curves::fitted("ms", &all), &all)
+    };
+    vec![
+        over_time("Progress", "% of output tokens", curves::progress),
+        over_time("Requests in flight", "requests", curves::in_flight),
+        percentiles("Time to first token", TTFT),
+        percentiles("Between tokens", ITL),
+    ]
+}

@@ -1,0 +1,32 @@
+//! Numbers that may be infinite, which JSON has no number for: as `vllm bench serve` does, `inf` is written as a word.
+//!
+//! Invariant: what is written is read back as it was.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Finite(f64),
+    Word(String),
+}
+
+impl From<f64> for Number {
+    fn from(value: f64) -> Self {
+        if value.is_finite() { Number::Finite(value) } else { Number::Word(value.to_string()) }
+    }
+}
+
+pub fn serialize<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
+    value.map(Number::from).serialize(serializer)
+}
+
+pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
+    match Option::deserialize(deserializer)? {
+        None => Ok(None),
+        Some(Number::Finite(value)) => Ok(Some(value)),
+        Some(Number::Word(word)) => {
+            word.parse().map(Some).map_err(|_| D::Error::custom(format_args!("'{word}' is not a number")))
+        }
+    }
+}

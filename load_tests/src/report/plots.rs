@@ -1,1 +1,0 @@
-//! Curves as SVG.

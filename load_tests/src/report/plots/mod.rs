@@ -1,0 +1,213 @@
+//! Curves in a pair of axes, laid out for a picture of [`WIDTH`] by [`HEIGHT`] units. The template adds the markup,
+//! the style sheet the colours, so that a picture follows the reader's colour scheme and scales with the page.
+//!
+//! Invariant: every coordinate is finite and within the picture, whatever the values were.
+
+mod path;
+mod scale;
+mod style;
+mod thin;
+mod ticks;
+
+use serde::Serialize;
+
+use super::html::{Axis, Curve, Form};
+use path::Mark;
+use scale::{Fit, Room, Ruler, drawable};
+use style::Style;
+
+pub use style::key;
+
+/// The picture's size, in the units that all of its coordinates are in.
+pub const WIDTH: u32 = 600;
+pub const HEIGHT: u32 = 320;
+
+/// Room around the axes: for the name of the y axis, the last x label, and the x labels with the axis's name.
+const TOP: f64 = 30.0;
+const RIGHT: f64 = 22.0;
+const BOTTOM: f64 = 46.0;
+/// Width of a digit at the labels' size, on the wide side.
+const DIGIT: f64 = 7.0;
+
+/// Points a curve has at most.
+const POINTS_MAX: usize = 400;
+/// A curve with more points shows no marks: they would run together.
+const MARKS_MAX: usize = 100;
+
+/// A picture. Coordinates are texts already: that is all a template can do with them.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plot {
+    pub title: String,
+    /// What the picture shows, for those who do not see it.
+    pub description: String,
+    pub width: u32,
+    pub height: u32,
+    pub x: Side,
+    pub y: Side,
+    pub curves: Vec<Drawn>,
+    /// Whether what lies under the curves is tinted.
+    pub filled: bool,
+    /// Whether there is anything to see.
+    pub empty: bool,
+}
+
+/// An axis of a picture.
+#[derive(Clone, Debug, Serialize)]
+pub struct Side {
+    pub label: String,
+    /// Lines across the picture at the labels, and finer ones between them.
+    pub grid: String,
+    pub fine: String,
+    /// The line from which values rise.
+    pub base: String,
+    /// Labels, and where along the axis they are.
+    pub labels: Vec<(String, String)>,
+    /// Where across the axis they are.
+    pub labels_at: String,
+}
+
+/// A curve of a picture.
+#[derive(Clone, Debug, Serialize)]
+pub struct Drawn {
+    pub label: String,
+    /// Classes of the style sheet.
+    pub style: String,
+    /// The line; empty for points that are not joined.
+    pub line: String,
+    /// What lies under the line; empty for references and points.
+    pub area: String,
+    pub marks: Vec<Mark>,
+    /// The mark in the legend; empty for none.
+    pub key: String,
+    pub empty: bool,
+}
+
+/// Lays out a picture.
+pub fn plot(title: impl Into<String>, x: &Axis, y: &Axis, curves: &[Curve]) -> Plot {
+    let title = title.into();
+    let values = |of: fn(&(f64, f64)) -> f64| -> Vec<f64> {
+        let points = curves.iter().flat_map(|curve| &curve.points);
+        points.filter(|point| drawable(point.0) && drawable(point.1)).map(of).collect()
+    };
+    let floor = f64::from(HEIGHT) - BOTTOM;
+    let room = Room { fit: Fit::Round, labels: 5, pixels: (floor, TOP) };
+    let y_ruler = Ruler::over(y.scale, &values(|point| point.1), room);
+    let widest = y_ruler.ticks.iter().map(|tick| tick.label.chars().count()).max().unwrap_or(0);
+    let (left, right) = (14.0 + DIGIT * widest as f64, f64::from(WIDTH) - RIGHT);
+    let room = Room { fit: Fit::Tight, labels: 7, pixels: (left, right) };
+    let x_ruler = Ruler::over(x.scale, &values(|point| point.0), room);
+    let styles = style::styles(curves);
+    let drawn = |(curve, style)| draw(curve, style, &x_ruler, &y_ruler);
+    Plot {
+        description: describe(&title, x, y, curves),
+        title,
+        width: WIDTH,
+        height: HEIGHT,
+        x: x_side(x, &x_ruler, floor),
+        y: y_side(y, &y_ruler, (left, right)),
+        filled: false,
+        empty: !curves.iter().any(|curve| thin::runs(&curve.points).next().is_some()),
+        curves: curves.iter().zip(styles).map(drawn).collect(),
+    }
+}
+
+impl Plot {
+    /// Tints what lies under the curves: for a quantity over time.
+    pub fn filled(self) -> Self {
+        Self { filled: true, ..self }
+    }
+}
+
+fn describe(title: &str, x: &Axis, y: &Axis, curves: &[Curve]) -> String {
+    let names: Vec<_> =
+        curves.iter().map(|curve| curve.label.as_str()).filter(|name| !name.is_empty()).collect();
+    let of = if names.is_empty() { String::new() } else { format!(": {}", names.join(", ")) };
+    format!("{title}: {} against {}{of}", y.label, x.label)
+}
+
+fn x_side(axis: &Axis, ruler: &Ruler, floor: f64) -> Side {
+    let line = |at: String| format!("M{at} {}V{}", path::px(TOP), path::px(floor));
+    Side {
+        label: axis.label.clone(),
+        grid: path::lines(ruler, ruler.labelled(), line),
+        fine: path::lines(ruler, ruler.fine(), line),
+        base: String::new(),
+        labels: path::labels(ruler),
+        labels_at: path::px(floor + 17.0),
+    }
+}
+
+fn y_side(axis: &Axis, ruler: &Ruler, (left, right): (f64, f64)) -> Side {
+    let line = |at: String| format!("M{} {at}H{}", path::px(left), path::px(right));
+    Side {
+        label: axis.label.clone(),
+        grid: path::lines(ruler, ruler.labelled(), line),
+        fine: path::lines(ruler, ruler.fine(), line),
+        base: line(path::px(f64::from(HEIGHT) - BOTTOM)),
+        labels: path::labels(ruler),
+        labels_at: path::px(left - 7.0),
+    }
+}
+
+fn draw(curve: &Curve, style: Style, x: &Ruler, y: &Ruler) -> Drawn {
+    let runs: Vec<_> = thin::runs(&curve.points).collect();
+    let total: usize = runs.iter().map(|run| run.len()).sum();
+    let pieces: Vec<_> = runs.iter().map(|run| thin::thin(run, POINTS_MAX * run.len() / total)).collect();
+    let place = |&(a, b): &(f64, f64)| (x.place(a), y.place(b));
+    let placed: Vec<Vec<_>> = pieces.iter().map(|piece| piece.iter().map(place).collect()).collect();
+    let mark = |point| path::mark(place(point), style.shape, *point);
+    let marked = shows_marks(curve.form, total);
+    Drawn {
+        label: curve.label.clone(),
+        style: style.classes(curve.form),
+        line: placed.iter().map(|piece| path::line(piece, curve.form)).collect(),
+        area: placed.iter().map(|piece| path::area(piece, curve.form, f64::from(HEIGHT) - BOTTOM)).collect(),
+        marks: pieces.iter().flatten().filter(|_| marked).map(mark).collect(),
+        key: if marked { path::shape((13.0, 6.0), style.shape) } else { String::new() },
+        empty: runs.is_empty(),
+    }
+}
+
+/// A line of a single point could not be seen without its mark; a paper's figures are few, and meant to be read off.
+fn shows_marks(form: Form, points: usize) -> bool {
+    match form {
+        Form::Points => true,
+        Form::LineAndPoints => points <= MARKS_MAX,
+        Form::Reference => points == 1 || (3..=MARKS_MAX).contains(&points),
+        Form::Steps | Form::Line => points == 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::html::Scale;
+
+    fn drawn(points: &[(f64, f64)], form: Form) -> Plot {
+        let axis = Axis { label: String::new(), scale: Scale::Linear };
+        plot("", &axis, &axis, &[Curve { label: String::new(), points: points.to_vec(), form }])
+    }
+
+    #[test]
+    fn a_point_that_is_not_drawn_does_not_stretch_the_axes() {
+        let [plain, odd] =
+            [(1.0, 2.0), (f64::NAN, 5e3)].map(|last| drawn(&[(0.0, 1.0), last, (2.0, 2.0)], Form::Line));
+        assert_eq!((plain.x.labels, plain.y.labels), (odd.x.labels, odd.y.labels));
+    }
+
+    #[test]
+    fn a_curve_has_few_points_however_long_and_however_broken_it_is() {
+        let gap = |n: u32| if n % 10_000 == 9_999 { f64::NAN } else { f64::from(n % 97) };
+        let points: Vec<_> = (0..100_000).map(|n| (f64::from(n), gap(n))).collect();
+        let line = &drawn(&points, Form::Line).curves[0].line;
+        assert_eq!(line.matches('M').count(), 10);
+        assert!((300..=POINTS_MAX).contains(&line.matches(['M', 'L']).count()));
+    }
+
+    #[test]
+    fn a_lone_point_can_be_seen_whatever_its_form() {
+        for form in [Form::Steps, Form::Line, Form::LineAndPoints, Form::Points, Form::Reference] {
+            assert_eq!(drawn(&[(1.0, 1.0)], form).curves[0].marks.len(), 1, "{form:?}");
+        }
+    }
+}

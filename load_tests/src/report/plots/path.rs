@@ -1,0 +1,91 @@
+//! Places to the texts of SVG paths.
+//!
+//! Invariant: coordinates have one decimal at most, which is finer than a screen or a printer shows.
+
+use serde::Serialize;
+
+use super::{scale::Ruler, ticks::Tick};
+use crate::report::html::{Form, numbers};
+
+/// A point that can be pointed at.
+#[derive(Clone, Debug, Serialize)]
+pub struct Mark {
+    pub path: String,
+    /// Its values.
+    pub says: String,
+}
+
+type Place = (f64, f64);
+
+/// A coordinate.
+pub fn px(at: f64) -> String {
+    let text = format!("{at:.1}");
+    text.strip_suffix(".0").map(str::to_owned).unwrap_or(text)
+}
+
+/// Lines across the picture at these ticks.
+pub fn lines<'a>(
+    ruler: &Ruler,
+    ticks: impl Iterator<Item = &'a Tick>,
+    line: impl Fn(String) -> String,
+) -> String {
+    ticks.map(|tick| line(px(ruler.place(tick.value)))).collect()
+}
+
+/// The labels, and where they are.
+pub fn labels(ruler: &Ruler) -> Vec<(String, String)> {
+    ruler.labelled().map(|tick| (px(ruler.place(tick.value)), tick.label.clone())).collect()
+}
+
+/// A line along the places.
+pub fn line(places: &[Place], form: Form) -> String {
+    let start = |&(x, y): &Place| format!("M{} {}", px(x), px(y));
+    let to = |&(x, y): &Place| match form {
+        Form::Steps => format!("H{}V{}", px(x), px(y)),
+        _ => format!("L{} {}", px(x), px(y)),
+    };
+    match (places, form) {
+        ([], _) | (_, Form::Points) => String::new(),
+        ([first, rest @ ..], _) => start(first) + &rest.iter().map(to).collect::<String>(),
+    }
+}
+
+/// What lies between the line and the `base`.
+pub fn area(places: &[Place], form: Form, base: f64) -> String {
+    match (places, form) {
+        ([first, .., _], Form::Steps | Form::Line) => {
+            format!("{}V{}H{}Z", line(places, form), px(base), px(first.0))
+        }
+        _ => String::new(),
+    }
+}
+
+/// A mark at a place that tells the point's values.
+pub fn mark(place: Place, shape: usize, (x, y): (f64, f64)) -> Mark {
+    Mark { path: self::shape(place, shape), says: format!("{}, {}", numbers::figure(x), numbers::figure(y)) }
+}
+
+/// The outline of a mark: a disc, a square, a triangle or a diamond.
+pub fn shape((x, y): Place, shape: usize) -> String {
+    let at = |dx: f64, dy: f64| format!("M{} {}", px(x + dx), px(y + dy));
+    match shape % 4 {
+        0 => at(-3.5, 0.0) + "a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0Z",
+        1 => at(-3.0, -3.0) + "h6v6h-6Z",
+        2 => at(0.0, -4.0) + "l4 7h-8Z",
+        _ => at(0.0, -4.5) + "l4.5 4.5l-4.5 4.5l-4.5-4.5Z",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_hold_their_value_until_the_next_point() {
+        let places = [(0.0, 10.0), (5.0, 20.04), (7.25, 0.0)];
+        assert_eq!(line(&places, Form::Steps), "M0 10H5V20H7.2V0");
+        assert_eq!(line(&places, Form::Line), "M0 10L5 20L7.2 0");
+        assert_eq!(area(&places, Form::Steps, 30.0), "M0 10H5V20H7.2V0V30H0Z");
+        assert_eq!(area(&places[..1], Form::Steps, 30.0), "");
+    }
+}

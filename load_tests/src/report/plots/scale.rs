@@ -1,0 +1,208 @@
+//! From a value to a place along an axis, and where its ticks are.
+//!
+//! Invariant: every value, whatever it is, has a finite place between the axis's ends; ticks are few and distinct.
+
+use crate::report::html::Scale;
+
+use super::ticks::{self, Tick};
+
+/// One axis with its ends fixed.
+#[derive(Clone, Debug)]
+pub struct Ruler {
+    scale: Scale,
+    /// The ends, as [`bend`] has them.
+    ends: (f64, f64),
+    /// What the ends are in the picture.
+    pixels: (f64, f64),
+    pub ticks: Vec<Tick>,
+}
+
+/// What an axis has to fit into.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    pub fit: Fit,
+    /// About how many labels.
+    pub labels: usize,
+    /// Where its ends are in the picture.
+    pub pixels: (f64, f64),
+}
+
+/// Where an axis ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// At the outermost values, but a linear one at zero when it begins near it.
+    Tight,
+    /// At round numbers beyond them, and a linear one at zero.
+    Round,
+}
+
+/// Values beyond this are taken for errors and not drawn.
+const VALUE_MAX: f64 = 1e100;
+/// Values below this count as zero where zero is apart from the rest.
+const POSITIVE_MIN: f64 = 1e-100;
+
+/// Whether a value can be drawn at all.
+pub fn drawable(value: f64) -> bool {
+    value.abs() <= VALUE_MAX
+}
+
+impl Ruler {
+    /// An axis that has a place for all of `values`; those that cannot be drawn do not count.
+    pub fn over(scale: Scale, values: &[f64], room: Room) -> Self {
+        let drawn = || values.iter().copied().filter(|&value| drawable(value));
+        let all = extent(drawn()).unwrap_or((0.0, 1.0));
+        let positive = extent(drawn().filter(|&value| value >= POSITIVE_MIN));
+        let (scale, ends, ticks) = match (scale, positive) {
+            (Scale::Log, Some(positive)) => log(positive, all.0, room),
+            (Scale::Log | Scale::Linear, _) => linear(all, room),
+            (Scale::Percentile, _) => {
+                let high = bend(scale, all.1).max(1.0);
+                (scale, (0.0, high), ticks::percentiles(high))
+            }
+        };
+        Self { scale, ends, pixels: room.pixels, ticks }
+    }
+
+    /// The ticks that have a label.
+    pub fn labelled(&self) -> impl Iterator<Item = &Tick> {
+        self.ticks.iter().filter(|tick| !tick.label.is_empty())
+    }
+
+    /// The ticks between them.
+    pub fn fine(&self) -> impl Iterator<Item = &Tick> {
+        self.ticks.iter().filter(|tick| tick.label.is_empty())
+    }
+
+    /// Where a value is in the picture. What lies beyond an end lies on it.
+    pub fn place(&self, value: f64) -> f64 {
+        let (low, high) = self.ends;
+        let share = ((bend(self.scale, value) - low) / (high - low)).clamp(0.0, 1.0);
+        self.pixels.0 + share * (self.pixels.1 - self.pixels.0)
+    }
+}
+
+/// A scale, its ends as [`bend`] has them, and its ticks.
+type Laid = (Scale, (f64, f64), Vec<Tick>);
+
+fn linear(extent: (f64, f64), room: Room) -> Laid {
+    let (low, high) = match (room.fit, extent) {
+        (Fit::Tight, (low, high)) if (0.0..0.1 * high).contains(&low) => (0.0, high),
+        (Fit::Tight, extent) => extent,
+        (Fit::Round, (low, high)) => (low.min(0.0), high.max(0.0)),
+    };
+    let (low, high) = apart(low, high);
+    let step = ticks::round_up((high - low) / room.labels as f64);
+    let ends = match room.fit {
+        Fit::Tight => (low, high),
+        Fit::Round => ((low / step).floor() * step, (high / step).ceil() * step),
+    };
+    (Scale::Linear, ends, ticks::linear(ends, step))
+}
+
+/// With a `least` value at or below zero, the axis has room for it at its lower end.
+fn log(positive: (f64, f64), least: f64, room: Room) -> Laid {
+    let (low, high) = match positive {
+        (low, high) if high / low < 1.0 + 1e-9 => (low / 2.0, high * 2.0),
+        apart => apart,
+    };
+    let (low, high) = match room.fit {
+        Fit::Tight => (low, high),
+        Fit::Round => (ticks::round_down(low), ticks::round_up(high)),
+    };
+    let mut ticks = ticks::log((low, high), room.labels);
+    let mut ends = (low.log10(), high.log10());
+    if least < POSITIVE_MIN {
+        ends.0 -= (0.15 * (ends.1 - ends.0)).max(0.2);
+        let label = if least < 0.0 { "≤0" } else { "0" };
+        ticks.insert(0, Tick { value: 0.0, label: label.into() });
+    }
+    (Scale::Log, ends, ticks)
+}
+
+/// A value on a scale that is even in the picture.
+fn bend(scale: Scale, value: f64) -> f64 {
+    match scale {
+        Scale::Linear => value,
+        // Zero has no logarithm; it lies below all that have one.
+        Scale::Log => value.max(POSITIVE_MIN).log10(),
+        // All of the values are at infinity; eight nines stand for it.
+        Scale::Percentile => -(1.0 - value.clamp(0.0, 99.999_999) / 100.0).log10(),
+    }
+}
+
+fn extent(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    values.fold(None, |extent, value| match extent {
+        None => Some((value, value)),
+        Some((low, high)) => Some((value.min(low), value.max(high))),
+    })
+}
+
+/// Ends that are the same, or too near for numbers to tell, are drawn apart.
+fn apart(low: f64, high: f64) -> (f64, f64) {
+    let largest = low.abs().max(high.abs());
+    match largest {
+        ..POSITIVE_MIN => (-0.5, 0.5),
+        _ if high - low > largest * 1e-9 => (low, high),
+        _ => (low - largest * 0.1, high + largest * 0.1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SCALES: [Scale; 3] = [Scale::Linear, Scale::Log, Scale::Percentile];
+
+    fn room(fit: Fit, pixels: (f64, f64)) -> Room {
+        Room { fit, labels: 5, pixels }
+    }
+
+    #[test]
+    fn whatever_is_drawn_has_a_finite_place_within_the_axis() {
+        let odd = [0.0, -1.0, 1e-300, 5e-324, 1e99, -1e99, 1e100, 3.0, 100.0, f64::NAN, f64::INFINITY];
+        for scale in SCALES {
+            for fit in [Fit::Tight, Fit::Round] {
+                for first in odd {
+                    for second in odd {
+                        let ruler = Ruler::over(scale, &[first, second], room(fit, (10.0, 20.0)));
+                        let places: Vec<_> = odd[..9].iter().map(|&value| ruler.place(value)).collect();
+                        assert!(
+                            places.iter().all(|place| (10.0..=20.0).contains(place)),
+                            "{scale:?} {fit:?} over {first} and {second}: {places:?}"
+                        );
+                        assert!(ruler.ticks.len() <= 40, "{scale:?} over {first} and {second}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_log_axis_gives_each_decade_the_same_room_and_zero_a_place_below_all() {
+        let ruler = Ruler::over(Scale::Log, &[1.0, 10.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
+        let places = [1.0, 10.0, 100.0, 1000.0].map(|value| ruler.place(value).round());
+        assert_eq!(places, [0.0, 100.0, 200.0, 300.0]);
+
+        let ruler = Ruler::over(Scale::Log, &[0.0, 1.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
+        assert_eq!(ruler.place(0.0), 0.0);
+        assert!(ruler.place(1.0) > 20.0, "zero and the least value fall together");
+        assert_eq!(ruler.ticks[0].label, "0");
+    }
+
+    #[test]
+    fn a_linear_axis_begins_at_zero_when_its_values_begin_near_it() {
+        let zero = |values, fit| Ruler::over(Scale::Linear, values, room(fit, (0.0, 100.0))).place(0.0);
+        let begins =
+            |values| Ruler::over(Scale::Linear, values, room(Fit::Tight, (0.0, 100.0))).place(values[0]);
+        assert_eq!((zero(&[0.3, 10.0], Fit::Tight), zero(&[8.0, 10.0], Fit::Round)), (0.0, 0.0));
+        assert_eq!(begins(&[0.3, 10.0]).round(), 3.0);
+        assert_eq!((begins(&[8.0, 10.0]), begins(&[-2.0, 10.0])), (0.0, 0.0));
+    }
+
+    #[test]
+    fn percentiles_are_a_decade_of_the_rest_apart() {
+        let ruler = Ruler::over(Scale::Percentile, &[0.0, 99.9], room(Fit::Tight, (0.0, 300.0)));
+        let places = [0.0, 90.0, 99.0, 99.9, 100.0].map(|percent| ruler.place(percent).round());
+        assert_eq!(places, [0.0, 100.0, 200.0, 300.0, 300.0]);
+    }
+}

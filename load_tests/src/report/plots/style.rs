@@ -1,0 +1,75 @@
+//! What tells a curve from the others: classes of the style sheet for its colour and its dashes, and its mark.
+//!
+//! Invariant: a curve keeps its colour when those before it have no points, so one run looks alike in all pictures.
+
+use crate::report::html::{Curve, Form};
+
+/// Colours in the style sheet.
+const COLOURS: usize = 6;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Style {
+    /// `None` is grey, for a reference that belongs to all curves alike.
+    colour: Option<usize>,
+    pub shape: usize,
+    /// The colours have been through once.
+    again: bool,
+}
+
+/// A lone reference is grey; of several, the n-th has the colour of the n-th curve, whose counterpart it is.
+pub fn styles(curves: &[Curve]) -> Vec<Style> {
+    let (references, ours) = curves.iter().partition::<Vec<_>, _>(|curve| curve.form == Form::Reference);
+    let (mut theirs, mut own) = (0..references.len(), 0..ours.len());
+    let style = |curve: &Curve| match curve.form {
+        Form::Reference if references.len() == 1 => Style { colour: None, shape: 0, again: false },
+        Form::Reference => theirs.next().map_or(Style::nth(0), Style::nth),
+        _ => own.next().map_or(Style::nth(0), Style::nth),
+    };
+    curves.iter().map(style).collect()
+}
+
+/// The classes of the n-th curve, for a key beside its row in a table.
+pub fn key(index: usize) -> String {
+    Style::nth(index).classes(Form::Line)
+}
+
+impl Style {
+    fn nth(index: usize) -> Self {
+        Self { colour: Some(index % COLOURS), shape: index, again: index >= COLOURS }
+    }
+
+    pub fn classes(self, form: Form) -> String {
+        let colour = self.colour.map_or("grey".into(), |colour| format!("c{colour}"));
+        match (form, self.again) {
+            (Form::Reference, _) => colour + " dashed",
+            (_, true) => colour + " dotted",
+            (_, false) => colour,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn classes(forms: &[Form]) -> Vec<String> {
+        let curve = |&form| Curve { label: String::new(), points: Vec::new(), form };
+        let curves: Vec<_> = forms.iter().map(curve).collect();
+        styles(&curves).into_iter().zip(forms).map(|(style, &form)| style.classes(form)).collect()
+    }
+
+    #[test]
+    fn references_are_dashed_and_have_their_counterparts_colours() {
+        assert_eq!(classes(&[Form::Reference, Form::Line]), ["grey dashed", "c0"]);
+        let paper_beside_ours = [Form::Line, Form::Reference, Form::LineAndPoints, Form::Reference];
+        assert_eq!(classes(&paper_beside_ours), ["c0", "c0 dashed", "c1", "c1 dashed"]);
+    }
+
+    #[test]
+    fn no_two_of_twelve_curves_look_alike() {
+        let mut all = classes(&[Form::Line; 12]);
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), 12);
+    }
+}

@@ -1,0 +1,171 @@
+//! A clock that wakes tasks on time: the runtime's own rounds up to whole milliseconds.
+//!
+//! A thread waits for the next call on a condition variable, which is punctual to some 60 µs and costs nothing
+//! meanwhile. Invariant: nobody is woken before their time.
+
+use std::{
+    cmp::{Ordering, Reverse},
+    collections::BinaryHeap,
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::Instant,
+};
+
+use tokio::sync::oneshot;
+
+/// Wakes tasks of any thread.
+#[derive(Debug)]
+pub struct Alarm {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    calls: Mutex<Calls>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Calls {
+    queue: BinaryHeap<Reverse<Call>>,
+    over: bool,
+}
+
+/// Who is to be woken, and when.
+#[derive(Debug)]
+struct Call {
+    at: Instant,
+    bell: oneshot::Sender<()>,
+}
+
+impl Ord for Call {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.at.cmp(&other.at)
+    }
+}
+
+impl PartialOrd for Call {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Call {
+    fn eq(&self, other: &Self) -> bool {
+        self.at == other.at
+    }
+}
+
+impl Eq for Call {}
+
+impl Alarm {
+    /// Starts its thread.
+    pub fn start() -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let ringing = Arc::clone(&shared);
+        let thread = thread::Builder::new().name("alarm".into()).spawn(move || ringing.ring_all())?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Waits until `at`.
+    pub async fn sleep_until(&self, at: Instant) {
+        if at > Instant::now() {
+            // The thread outlives `self`, so an answer comes.
+            let _ = self.shared.call(at).await;
+        }
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        self.shared.lock().over = true;
+        self.shared.changed.notify_one();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn call(&self, at: Instant) -> oneshot::Receiver<()> {
+        let (bell, rung) = oneshot::channel();
+        let mut calls = self.lock();
+        let is_first = calls.queue.peek().is_none_or(|Reverse(first)| at < first.at);
+        calls.queue.push(Reverse(Call { at, bell }));
+        drop(calls);
+        if is_first {
+            self.changed.notify_one();
+        }
+        rung
+    }
+
+    /// The thread: until it is over, wakes everybody at their time.
+    fn ring_all(&self) {
+        let mut calls = self.lock();
+        while !calls.over {
+            let now = Instant::now();
+            calls = match calls.queue.peek().map(|Reverse(first)| first.at) {
+                Some(at) if at <= now => {
+                    if let Some(Reverse(call)) = calls.queue.pop() {
+                        // Who does not wait any more is not missed.
+                        let _ = call.bell.send(());
+                    }
+                    calls
+                }
+                Some(at) => match self.changed.wait_timeout(calls, at - now) {
+                    Ok((calls, _)) => calls,
+                    Err(poisoned) => poisoned.into_inner().0,
+                },
+                None => self.changed.wait(calls).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::run::local_runtime;
+
+    /// Waits for a bell that has to ring within seconds.
+    fn hear(bell: oneshot::Receiver<()>) -> Result<(), oneshot::error::RecvError> {
+        let heard = local_runtime().unwrap().block_on(async { timeout(Duration::from_secs(30), bell).await });
+        heard.expect("the bell rings or is gone")
+    }
+
+    #[test]
+    fn nobody_is_woken_too_early_and_a_nearer_call_goes_before_a_farther_one() {
+        let alarm = Alarm::start().unwrap();
+        let mut far = alarm.shared.call(Instant::now() + Duration::from_secs(3600));
+        // While one is waited for, the thread sleeps: sooner or later each of these finds it with an hour to go.
+        for _ in 0..20 {
+            let [near, next] = [1, 2].map(|ms| Instant::now() + Duration::from_millis(ms));
+            for (time, bell) in [(near, alarm.shared.call(near)), (next, alarm.shared.call(next))] {
+                hear(bell).unwrap();
+                assert!(Instant::now() >= time);
+            }
+        }
+        assert!(far.try_recv().is_err());
+    }
+
+    #[test]
+    fn who_gives_up_waiting_disturbs_nobody_and_the_thread_ends() {
+        let alarm = Alarm::start().unwrap();
+        let at = Instant::now() + Duration::from_millis(5);
+        drop(alarm.shared.call(at));
+        hear(alarm.shared.call(at)).unwrap();
+        let far = alarm.shared.call(at + Duration::from_secs(1000));
+        drop(alarm);
+        assert!(hear(far).is_err());
+    }
+}

@@ -1,0 +1,49 @@
+//! The closed loop: each user sends a request, reads its end, thinks, and sends the next.
+//!
+//! Invariant: no user has more than one request in flight.
+
+use std::{rc::Rc, time::Duration};
+
+use tokio::task::JoinSet;
+
+use super::worker::{Worker, brought};
+use crate::{
+    client::{Outgoing, clock::Clock},
+    sample::Sample,
+};
+
+/// Lets one user begin with each of `firsts`, and go on until there is nothing more to send.
+pub async fn send_all(
+    worker: &Rc<Worker>,
+    firsts: Vec<Outgoing>,
+    think: Duration,
+    clock: Clock,
+) -> Vec<Sample> {
+    let mut users = JoinSet::new();
+    for first in firsts {
+        users.spawn_local(use_it(Rc::clone(worker), first, think, clock));
+    }
+    let mut samples = Vec::new();
+    while let Some(end) = users.join_next().await {
+        samples.append(&mut brought(end));
+    }
+    samples
+}
+
+/// One user.
+async fn use_it(worker: Rc<Worker>, first: Outgoing, think: Duration, clock: Clock) -> Vec<Sample> {
+    let (mut samples, mut ready, mut next) = (Vec::new(), Duration::ZERO, Some(first));
+    while let Some(outgoing) = next {
+        let turn = async {
+            worker.job.alarm.sleep_until(clock.at(ready)).await;
+            worker.permit().await
+        };
+        let Some(permit) = worker.unless_over(clock, turn).await else { break };
+        let sample = worker.send(outgoing, ready, clock).await;
+        drop(permit);
+        ready = sample.ended.saturating_add(think);
+        samples.push(sample);
+        next = worker.take_next();
+    }
+    samples
+}

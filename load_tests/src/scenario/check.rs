@@ -1,0 +1,248 @@
+//! What a scenario's text must be beyond its form.
+//!
+//! Invariant: whoever is refused is told the place in the text, and no number that passes overflows a time.
+
+use std::{collections::HashSet, ops::RangeInclusive};
+
+use toml::Spanned;
+
+use super::file::{LoadPart, Process, Quantity, SOLO, Scenario, Variant, Vary, What};
+
+/// Times in milliseconds, shapes and factors are within these.
+const BOUNDS: RangeInclusive<f64> = 1e-6..=1e9;
+
+/// What is wrong, and where in the text.
+pub struct Fault {
+    pub at: usize,
+    pub message: String,
+}
+
+fn refuse<T, U>(spanned: &Spanned<T>, message: impl Into<String>) -> Result<U, Fault> {
+    Err(Fault { at: spanned.span().start, message: message.into() })
+}
+
+impl Scenario {
+    /// Checks what the types of its fields do not.
+    pub fn check(&self) -> Result<(), Fault> {
+        self.check_variants()?;
+        self.check_numbers()?;
+        self.check_process()?;
+        self.vary.as_ref().map_or(Ok(()), |vary| self.check_values(vary))?;
+        let columns = self.tables.iter().flat_map(|table| &table.columns);
+        let curves = self.plots.iter().flat_map(|plot| &plot.curves);
+        columns.chain(curves).try_for_each(|quantity| self.check_quantity(quantity))?;
+        if let (None, Some(plot)) = (&self.vary, self.plots.first()) {
+            return refuse(&plot.title, "a plot needs [vary]: its x axis is what is varied");
+        }
+        self.runs.iter().filter_map(|runs| runs.at.as_ref()).try_for_each(|at| self.check_row(at))
+    }
+
+    fn check_variants(&self) -> Result<(), Fault> {
+        let mut names = HashSet::from([SOLO]);
+        for variant in &self.variants {
+            let Variant { name, policy, window_ms, .. } = variant;
+            if name.get_ref().is_empty() || !names.insert(name.get_ref()) {
+                return refuse(name, "a [[variant]] needs a name of its own");
+            }
+            if window_ms.is_some() != (policy.as_deref() == Some("window")) {
+                return refuse(name, "window_ms and policy = \"window\" go together");
+            }
+            if window_ms.is_some_and(|ms| !BOUNDS.contains(&ms)) {
+                return refuse(name, "its window_ms is too small or too large");
+            }
+            if self.server.url.is_some() && !variant.is_plain() {
+                return refuse(name, "a server that runs already cannot be varied");
+            }
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self) -> Result<(), Fault> {
+        let load = &self.load;
+        bounded(&self.token_scale)?;
+        if let Some(paper) = &self.paper {
+            bounded(&paper.solo_ms)?;
+            counted(&paper.solo_tokens, *paper.solo_tokens.get_ref())?;
+        }
+        counted(&load.requests, u32::try_from(*load.requests.get_ref()).unwrap_or(u32::MAX))?;
+        counted(&load.output_tokens, *load.output_tokens.get_ref())?;
+        match &load.output_tokens_min {
+            Some(min) if min.get_ref() > load.output_tokens.get_ref() => {
+                refuse(min, "must not be more than output_tokens")
+            }
+            Some(min) => counted(min, *min.get_ref()),
+            None => Ok(()),
+        }
+    }
+
+    fn check_process(&self) -> Result<(), Fault> {
+        let LoadPart { process, gap_ms, shape, .. } = &self.load;
+        let gap_is_varied = self.vary.as_ref().is_some_and(|vary| *vary.what.get_ref() == What::GapMs);
+        match (process.get_ref(), gap_ms) {
+            (Process::All, Some(gap)) => return refuse(gap, "process \"all\" has no gaps"),
+            (Process::All, None) if gap_is_varied => return refuse(process, "\"all\" has no gaps to vary"),
+            (Process::All, None) => {}
+            (_, None) if !gap_is_varied => return refuse(process, "needs gap_ms beside it"),
+            (_, gap) => gap.iter().try_for_each(bounded)?,
+        }
+        match (process.get_ref(), shape) {
+            (Process::Gamma, None) => refuse(process, "needs shape beside it"),
+            (Process::Gamma, Some(shape)) => bounded(shape),
+            (_, Some(shape)) => refuse(shape, "is of use with process \"gamma\" only"),
+            (_, None) => Ok(()),
+        }
+    }
+
+    fn check_values(&self, vary: &Vary) -> Result<(), Fault> {
+        let values = vary.values.get_ref();
+        let least = match (vary.what.get_ref(), &self.load.output_tokens_min) {
+            (What::GapMs, _) => *BOUNDS.start(),
+            (What::OutputTokens, Some(min)) => f64::from(*min.get_ref()),
+            (What::Requests | What::OutputTokens, _) => 1.0,
+        };
+        let must_be_whole = *vary.what.get_ref() != What::GapMs;
+        let is_wrong =
+            |value: &&f64| !(least..=1e7).contains(*value) || must_be_whole && value.fract() != 0.0;
+        if values.is_empty() {
+            return refuse(&vary.values, "there must be one at least");
+        }
+        match values.iter().find(is_wrong) {
+            Some(value) => {
+                refuse(&vary.values, format!("{value} cannot be: too small, too large or not whole"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_quantity(&self, quantity: &Quantity) -> Result<(), Fault> {
+        let Quantity { name, figure, of, over, paper } = quantity;
+        let rows = if self.vary.is_some() { self.rows() } else { self.variants.len() };
+        match (figure, paper) {
+            (None, Some(paper)) if of.is_some() || over.is_some() => {
+                refuse(paper, "a paper's figures are taken as they are, without of and over")
+            }
+            (None, Some(paper)) if paper.get_ref().len() != rows => {
+                refuse(paper, format!("there are {} for {rows} rows", paper.get_ref().len()))
+            }
+            (None, Some(_)) => Ok(()),
+            (Some(figure), None) => {
+                if of.is_none() && self.vary.is_some() {
+                    return refuse(name, "needs of = \"VARIANT\" beside it: rows are no variants here");
+                }
+                of.iter().try_for_each(|of| self.check_name(of))?;
+                match over {
+                    Some(over) if over.get_ref() == SOLO && !figure.is_time() => {
+                        refuse(over, "only total, latency and ttft can be put over solo")
+                    }
+                    Some(over) if over.get_ref() == SOLO => Ok(()),
+                    over => over.iter().try_for_each(|over| self.check_name(over)),
+                }
+            }
+            _ => refuse(name, "needs either figure or paper beside it"),
+        }
+    }
+
+    fn check_name(&self, name: &Spanned<String>) -> Result<(), Fault> {
+        match self.variants.iter().any(|variant| variant.name() == name.get_ref()) {
+            true => Ok(()),
+            false => refuse(name, format!("there is no [[variant]] called '{}'", name.get_ref())),
+        }
+    }
+
+    fn check_row(&self, at: &Spanned<f64>) -> Result<(), Fault> {
+        let values = self.vary.as_ref().map(|vary| vary.values.get_ref().as_slice()).unwrap_or_default();
+        match values.contains(at.get_ref()) {
+            true => Ok(()),
+            false => refuse(at, format!("{} is not among the values that are varied", at.get_ref())),
+        }
+    }
+}
+
+fn bounded(value: &Spanned<f64>) -> Result<(), Fault> {
+    match BOUNDS.contains(value.get_ref()) {
+        true => Ok(()),
+        false => refuse(value, "must be from 0.000001 to 1000000000"),
+    }
+}
+
+fn counted<T>(at: &Spanned<T>, number: u32) -> Result<(), Fault> {
+    match number {
+        1..=10_000_000 => Ok(()),
+        _ => refuse(at, "must be from 1 to 10000000"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::scenario::file::{Scenario, tests::GOOD};
+
+    /// The text with this line in the place of the first one that sets the same key.
+    fn changed(with: &str) -> String {
+        let key = with.split('=').next().unwrap();
+        let mut lines: Vec<&str> = GOOD.lines().collect();
+        let at = lines.iter().position(|line| line.starts_with(key)).unwrap_or_else(|| panic!("{key}"));
+        lines[at] = with;
+        lines.join("\n")
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_by_file_line_and_key() {
+        for (line, told) in [
+            ("title = 5", "f:1: title: invalid type: integer"),
+            ("requests = 0", "f:3: requests: must be from 1"),
+            ("requests = -1", "f:3: requests: invalid value"),
+            ("prompt_tokens = \"8\"", "f:4: prompt_tokens: invalid type: string"),
+            ("prompt_tokens = 0", "f:4: prompt_tokens: invalid value: integer `0`"),
+            ("process = \"burst\"", "f:6: process: unknown variant `burst`"),
+            ("process = \"all\"", "f:7: gap_ms: process \"all\" has no gaps"),
+            ("process = \"gamma\"", "f:6: process: needs shape"),
+            ("gap_ms = 0", "f:7: gap_ms: must be from 0.000001"),
+            ("gap_ms = nan", "f:7: gap_ms: must be from 0.000001"),
+            ("solo_ms = -3", "f:9: solo_ms: must be from 0.000001"),
+            ("solo_tokens = 0", "f:10: solo_tokens: must be from 1"),
+            ("what = \"rate\"", "f:12: what: unknown variant `rate`"),
+            ("values = []", "f:13: values: there must be one"),
+            ("values = [1, 2.5]", "f:13: values: 2.5 cannot be"),
+            ("values = [1, 2, 3]", "f:30: paper: there are 2 for 3 rows"),
+            ("name = \"window\"", "f:18: name: a [[variant]] needs a name of its own"),
+            ("name = \"solo\"", "f:16: name: a [[variant]] needs a name of its own"),
+            ("policy = \"fused\"", "f:18: name: window_ms and policy"),
+            ("window_ms = 0", "f:18: name: its window_ms is too"),
+            ("figure = \"speed\"", "f:25: figure: unknown variant `speed`"),
+            ("figure = \"overlap\"", "f:27: over: only total, latency and ttft"),
+            ("of = \"nobody\"", "f:26: of: there is no [[variant]] called 'nobody'"),
+            ("over = \"nobody\"", "f:27: over: there is no [[variant]] called 'nobody'"),
+        ] {
+            let text = changed(line);
+            let error =
+                Scenario::parse("f", &text).err().unwrap_or_else(|| panic!("{line} is accepted")).to_string();
+            assert!(error.starts_with("f:") && error.contains(told), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_belong_is_told() {
+        for (more, told) in [
+            ("[[table]]\ntitle = \"t\"\ncolumns = []\n", "unknown field `columns`"),
+            ("[[table.column]]\nname = \"x\"\n", "f:32: name: needs either figure or paper"),
+            ("[[table.column]]\nname = \"x\"\nfigure = \"total\"\n", "f:32: name: needs of = "),
+            (
+                "[[table.column]]\nname = \"x\"\npaper = [1, 2]\nof = \"fused\"\n",
+                "f:33: paper: a paper's figures",
+            ),
+            ("[[runs]]\ntitle = \"r\"\nat = 3\n", "f:33: at: 3 is not among"),
+            ("[server]\nurl = \"http://x\"\n", "f:18: name: a server that runs already"),
+            ("[sever]\n", "unknown field `sever`"),
+            ("[[variant]]\nname = \"x\"\npolice = \"fused\"\n", "unknown field `police`"),
+            ("x = \n", "f:31: "),
+        ] {
+            let error = Scenario::parse("f", &(GOOD.to_owned() + more)).unwrap_err().to_string();
+            assert!(error.starts_with("f:") && error.contains(told), "{more}: {error}");
+        }
+        let without_vary =
+            GOOD.replace("[vary]\nwhat = \"requests\"\nvalues = [1, 2]\nlabel = \"requests\"\n", "");
+        let plot = "[[plot]]\ntitle = \"p\"\nlabel = \"y\"\ncurve = []\n";
+        let error = Scenario::parse("f", &(without_vary + plot)).unwrap_err().to_string();
+        assert!(error.contains("f:28: title: a plot needs [vary]"), "{error}");
+    }
+}

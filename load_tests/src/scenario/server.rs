@@ -1,0 +1,345 @@
+//! The server of a variant: a child process from its start until it is dropped.
+//!
+//! Invariant: whoever drops a [`Server`] leaves no process behind, and its log never fills a pipe.
+
+use std::{
+    collections::VecDeque,
+    io::{BufRead, BufReader, Read},
+    path::Path,
+    process::{Child, ChildStderr, Command, ExitStatus, Stdio},
+    sync::{
+        Arc, Mutex,
+        atomic::Ordering,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::run::Progress;
+
+/// A running server.
+pub struct Server {
+    child: Child,
+    /// Up to but without `/v1`.
+    pub url: String,
+    log: Log,
+    /// How long it may take to end before it is killed.
+    ending: Duration,
+}
+
+/// The last lines of what a server says.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<VecDeque<String>>>);
+
+/// Lines that an error shows.
+const LINES_SHOWN: usize = 20;
+
+/// What its log says when it serves; the address follows.
+const LISTENING: &str = "listening on ";
+
+/// Time enough for a server to end that has nothing in flight.
+const ENDING: Duration = Duration::from_secs(10);
+
+/// How long a program may take to say its version.
+const VERSION: Duration = Duration::from_secs(10);
+
+/// How often a process, or whoever wants to stop, is looked at.
+const TICK: Duration = Duration::from_millis(20);
+
+impl Server {
+    /// Starts `program` with these arguments and waits until it says where it listens. Variables that configure a
+    /// server are kept from it: what it is, the scenario says. Fails when it ends, has not spoken within `patience`,
+    /// or the run is stopped.
+    pub fn start(program: &Path, args: &[String], patience: Duration, progress: &Progress) -> Result<Server> {
+        let mut child = command(program)
+            .args(args)
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start {}", program.display()))?;
+        let stderr = child.stderr.take().expect("it is piped; anything else is a bug");
+        let (log, (found, url)) = (Log::default(), channel());
+        log.clone().drain(stderr, found);
+        // From here on the child is ended whatever happens.
+        let mut server = Server { child, url: String::new(), log, ending: ENDING };
+        server.url = server.wait_for(&url, patience, progress)?;
+        Ok(server)
+    }
+
+    fn wait_for(
+        &mut self,
+        url: &Receiver<String>,
+        patience: Duration,
+        progress: &Progress,
+    ) -> Result<String> {
+        let deadline = Instant::now() + patience;
+        loop {
+            match url.recv_timeout(TICK) {
+                Ok(url) => return Ok(url),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = wait(&mut self.child, ENDING)?.context("the server closed its log")?;
+                    bail!("the server ended with {status} before it listened{}", self.log);
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    ensure!(
+                        !progress.stop.load(Ordering::Relaxed),
+                        "interrupted while the server was starting"
+                    );
+                    ensure!(
+                        Instant::now() < deadline,
+                        "the server does not listen after {patience:?}{}",
+                        self.log
+                    );
+                }
+            }
+        }
+    }
+
+    /// Fails when the server has ended by itself.
+    pub fn check(&mut self) -> Result<()> {
+        match self.child.try_wait().context("cannot ask after the server")? {
+            Some(status) => bail!("the server ended with {status}{}", self.log),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Server {
+    /// Asks the server to end; one that does not is killed.
+    fn drop(&mut self) {
+        // One that has ended has been waited for, and its number may be another's.
+        if let Ok(Some(_)) = self.child.try_wait() {
+            return;
+        }
+        let _ = kill(Pid::from_raw(self.child.id() as i32), Signal::SIGTERM);
+        if !matches!(wait(&mut self.child, self.ending), Ok(Some(_))) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+impl Log {
+    /// Reads all that the server says, on a thread of its own, and tells the address once.
+    fn drain(self, stderr: ChildStderr, found: Sender<String>) {
+        thread::spawn(move || {
+            let mut found = Some(found);
+            let mut reader = BufReader::new(stderr);
+            let mut line = Vec::new();
+            while reader.by_ref().take(1 << 16).read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                if let (Some(url), Some(found)) = (address(&text), &found) {
+                    // Nobody waits any more once the patience is over.
+                    let _ = found.send(url);
+                }
+                if address(&text).is_some() {
+                    found = None;
+                }
+                self.keep(text);
+                line.clear();
+            }
+        });
+    }
+
+    fn keep(&self, line: String) {
+        let mut lines = self.0.lock().expect("nobody panics with the log; this is a bug");
+        if lines.len() == LINES_SHOWN {
+            lines.pop_front();
+        }
+        lines.push_back(line);
+    }
+}
+
+impl std::fmt::Display for Log {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let lines = self.0.lock().expect("nobody panics with the log; this is a bug");
+        match lines.is_empty() {
+            true => f.write_str("; it said nothing"),
+            false => lines.iter().try_fold((), |(), line| write!(f, "\n  {line}")),
+        }
+    }
+}
+
+/// The address in a line that says where the server listens.
+fn address(line: &str) -> Option<String> {
+    let (_, rest) = line.split_once(LISTENING)?;
+    let url = rest.split([' ', '"', '\u{1b}']).next()?;
+    (url.starts_with("http://") || url.starts_with("https://")).then(|| url.to_owned())
+}
+
+/// What the program calls its version.
+pub fn version(program: &Path) -> Result<String> {
+    let name = || format!("cannot ask {} for its version", program.display());
+    let mut child = command(program).arg("--version").stdout(Stdio::piped()).spawn().with_context(name)?;
+    let status = wait(&mut child, VERSION).with_context(name)?;
+    let Some(status) = status else {
+        let _ = child.kill();
+        let _ = child.wait();
+        bail!("{} does not say its version", program.display());
+    };
+    let mut said = String::new();
+    let stdout = child.stdout.take().expect("it is piped; anything else is a bug");
+    stdout.take(1000).read_to_string(&mut said).with_context(name)?;
+    ensure!(status.success(), "{} --version ended with {status}", program.display());
+    Ok(said.lines().next().unwrap_or("").trim().to_owned())
+}
+
+/// A program that reads and says nothing unless it is asked for it, and that no variable configures.
+fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    for (name, _) in std::env::vars_os() {
+        if name.as_encoded_bytes().starts_with(b"MAINSTEM_") {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+/// Waits this long for a process to end; `None` when it has not.
+fn wait(child: &mut Child, patience: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(Some(status)),
+            None if Instant::now() >= deadline => return Ok(None),
+            None => thread::sleep(TICK),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    /// A script that stands in for the server; gone with the test.
+    struct Script(PathBuf);
+
+    impl Script {
+        fn new(name: &str, text: &str) -> Script {
+            let path = std::env::temp_dir().join(format!("load-tests-{}-{name}", std::process::id()));
+            std::fs::write(&path, text).unwrap();
+            Script(path)
+        }
+
+        /// The shell reads it, so that nothing is executed that was just written: another test's child may still
+        /// hold such a file open.
+        fn start(&self, patience: Duration) -> Result<Server> {
+            let args = [self.0.display().to_string(), "serve".into(), "model".into()];
+            Server::start(Path::new("/bin/sh"), &args, patience, &Progress::default())
+        }
+    }
+
+    impl Drop for Script {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn is_alive(pid: i32) -> bool {
+        kill(Pid::from_raw(pid), None).is_ok()
+    }
+
+    #[test]
+    fn a_server_is_found_and_is_gone_when_it_is_dropped() {
+        let script = Script::new(
+            "listens",
+            "echo loading $1 $2 >&2\necho 'INFO x: listening on http://127.0.0.1:4711 for all' >&2\n\
+             while :; do echo noise noise noise >&2; sleep 0.01; done\n",
+        );
+        let mut server = script.start(PATIENCE).unwrap();
+        assert_eq!(server.url, "http://127.0.0.1:4711");
+        server.check().unwrap();
+        let pid = server.child.id() as i32;
+        assert!(is_alive(pid));
+        drop(server);
+        assert!(!is_alive(pid));
+    }
+
+    /// More than a pipe holds, before and after it listens: it would never come to its end.
+    #[test]
+    fn a_long_log_holds_nobody_up() {
+        let script = Script::new(
+            "talks",
+            "seq 1 50000 >&2\necho 'listening on http://h:1' >&2\nseq 1 50000 >&2\nexit 7\n",
+        );
+        let mut server = script.start(PATIENCE).unwrap();
+        let status = wait(&mut server.child, PATIENCE).unwrap().expect("it ends");
+        assert_eq!(status.code(), Some(7));
+        let error = server.check().unwrap_err().to_string();
+        assert!(error.contains("the server ended with exit status: 7"), "{error}");
+    }
+
+    #[test]
+    fn a_server_that_ends_is_told_with_its_last_words() {
+        let script = Script::new("ends", "echo first >&2\necho 'error: no such model' >&2\nexit 3\n");
+        let error = script.start(PATIENCE).err().expect("it ended").to_string();
+        assert!(
+            error.contains("exit status: 3") && error.ends_with("\n  first\n  error: no such model"),
+            "{error}"
+        );
+        let error = Server::start(Path::new("/no/such/program"), &[], PATIENCE, &Progress::default());
+        assert!(error.err().expect("there is none").to_string().contains("cannot start /no/such/program"));
+    }
+
+    #[test]
+    fn a_server_that_never_listens_is_given_up_and_ended() {
+        let script = Script::new("silent", "echo $$ >&2\nexec sleep 1000\n");
+        let error = script.start(Duration::from_secs(2)).err().expect("it says nothing").to_string();
+        let (told, said) = error.split_once('\n').expect("its number");
+        assert_eq!(told, "the server does not listen after 2s");
+        assert!(!is_alive(said.trim().parse().unwrap()));
+    }
+
+    #[test]
+    fn a_server_that_will_not_end_is_killed() {
+        let script =
+            Script::new("stays", "trap '' TERM\necho 'listening on http://h:1' >&2\nexec sleep 1000\n");
+        let mut server = script.start(PATIENCE).unwrap();
+        server.ending = Duration::from_millis(100);
+        let pid = server.child.id() as i32;
+        drop(server);
+        assert!(!is_alive(pid));
+    }
+
+    #[test]
+    fn whoever_wants_to_stop_does_not_wait_for_a_server() {
+        let script = Script::new("slow", "exec sleep 1000\n");
+        let progress = Progress::default();
+        progress.stop.store(true, Ordering::Relaxed);
+        let args = [script.0.display().to_string()];
+        let error =
+            Server::start(Path::new("/bin/sh"), &args, PATIENCE, &progress).err().expect("it is stopped");
+        assert!(error.to_string().contains("interrupted"), "{error}");
+    }
+
+    #[test]
+    fn addresses_are_found_in_text_and_in_json() {
+        for (line, url) in [
+            ("2026 INFO listening on http://127.0.0.1:80", Some("http://127.0.0.1:80")),
+            ("{\"message\":\"listening on https://[::1]:8443\",\"x\":1}", Some("https://[::1]:8443")),
+            ("listening on stdin", None),
+            ("nothing", None),
+        ] {
+            assert_eq!(address(line).as_deref(), url, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_version_is_its_first_line() {
+        let echo = version(Path::new("/bin/echo")).unwrap();
+        assert!(echo.contains("echo") || echo == "--version", "{echo}");
+        assert!(
+            version(Path::new("/bin/false")).unwrap_err().to_string().contains("ended with exit status: 1")
+        );
+    }
+}

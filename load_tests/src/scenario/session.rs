@@ -1,0 +1,248 @@
+//! One scenario from its first server to its report.
+//!
+//! Invariant: every variant is sent the same requests at the same times.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{
+    Options, args,
+    file::{Scenario, ServerPart, Variant},
+    head::Head,
+    is_stopped, is_wanted,
+    results::Results,
+    scale::{Scale, Shape},
+    sections,
+    server::{self, Server},
+};
+use crate::{
+    measure::{self, Limits},
+    plan::{
+        arrivals::Arrivals,
+        lengths::Length,
+        prompts::Prompts,
+        requests::{Endpoint, Load},
+    },
+    report::{RunReport, html::Section},
+    run::{self, Connections, Progress, Settings, Target},
+};
+
+/// What one request takes alone is the median of so many.
+const SOLO_REQUESTS: usize = 3;
+
+/// One scenario while it is run.
+pub struct Session<'a> {
+    pub scenario: &'a Scenario,
+    pub options: &'a Options,
+    pub progress: &'a Progress,
+    pub tell: &'a mut dyn FnMut(&str),
+}
+
+/// What requests are sent to.
+enum Service {
+    Child(Server),
+    /// Somebody else's.
+    Running {
+        url: String,
+        metrics_url: Option<String>,
+    },
+}
+
+impl Session<'_> {
+    /// Measures everything, and makes a report of it.
+    pub fn run(mut self) -> Result<Vec<Section>> {
+        (self.tell)(&self.scenario.title);
+        let server = match &self.scenario.server.url {
+            Some(url) => url.clone(),
+            None => server::version(&self.options.server)?,
+        };
+        let (solo, model) = self.solo().context("measuring one request alone")?;
+        let tokens = self.token_scale();
+        let scale = Scale::of(self.scenario.paper.as_ref(), tokens, solo);
+        self.announce(&scale);
+        let mut results = Results::new(solo, tokens);
+        for (number, variant) in self.scenario.variants.iter().enumerate() {
+            if is_wanted(self.options, variant) && !is_stopped(self.progress) {
+                let measured = self.variant(number, variant, &scale, &mut results);
+                measured.with_context(|| format!("variant {}", variant.name()))?;
+            }
+        }
+        let head = Head { server, model, scale, repeats: self.options.repeats(), notes: self.notes() };
+        Ok(sections::sections(self.scenario, &head, &results))
+    }
+
+    /// What one request takes alone, and the model that was asked.
+    fn solo(&mut self) -> Result<(Duration, String)> {
+        (self.tell)("measuring one request alone");
+        let mut service = self.service(&[])?;
+        let shape = Shape {
+            requests: SOLO_REQUESTS,
+            output: Length::Fixed(self.scenario.solo_tokens(self.token_scale())),
+            arrivals: Arrivals::Users { count: 1, think: Duration::ZERO },
+        };
+        let settings = self.settings(&service, "alone", shape, 0);
+        let run = self.one_run(&mut service, &Settings { warmups: 1, ..settings })?;
+        ensure!(run.counts.failed == 0, "{} of {SOLO_REQUESTS} requests failed", run.counts.failed);
+        let e2el = run.latencies.e2el.context("no request was answered")?;
+        Ok((Duration::from_secs_f64(e2el.stats.median / 1e3), run.models.join(", ")))
+    }
+
+    /// Says what is to come and about how long it takes.
+    fn announce(&mut self, scale: &Scale) {
+        let rows = 0..self.scenario.rows();
+        let wanted = self.scenario.variants.iter().filter(|variant| is_wanted(self.options, variant));
+        let runs = wanted.flat_map(|variant| rows.clone().map(move |row| (variant, row)));
+        let times: Vec<f64> =
+            runs.map(|(variant, row)| self.scenario.estimate(variant, row, scale)).collect();
+        let repeats = self.options.repeats();
+        let seconds = times.iter().sum::<f64>() * repeats as f64;
+        (self.tell)(&format!(
+            "one request alone takes {:.1} ms: times are {:.4} of the paper's, and {} runs take about {}",
+            scale.solo.as_secs_f64() * 1e3,
+            scale.time,
+            times.len() * repeats,
+            in_words(seconds)
+        ));
+    }
+
+    /// All runs of one variant.
+    fn variant(
+        &mut self,
+        number: usize,
+        variant: &Variant,
+        scale: &Scale,
+        results: &mut Results,
+    ) -> Result<()> {
+        let mut service = self.service(&args::of_variant(variant, scale))?;
+        let mut warmups = 1;
+        for row in 0..self.scenario.rows() {
+            for repeat in 0..self.options.repeats() {
+                let at = self.scenario.value(row).map_or(String::new(), |value| format!(" at {value}"));
+                let of = self.options.repeats();
+                (self.tell)(&format!("{}{at}, run {} of {of}", variant.name(), repeat + 1));
+                let shape = self.scenario.shape(row, scale);
+                let settings = self.settings(&service, variant.name(), shape, repeat as u64);
+                let run = self.one_run(&mut service, &Settings { warmups, ..settings });
+                if is_stopped(self.progress) {
+                    return Ok(());
+                }
+                results.add(number, row, run?);
+                warmups = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// The server with these arguments beside the scenario's and the options' own.
+    fn service(&self, variant: &[String]) -> Result<Service> {
+        let ServerPart { url, metrics_url, model, args } = self.server_parts();
+        if let Some(url) = url {
+            return Ok(Service::Running { url, metrics_url });
+        }
+        let args =
+            args::serve(model.as_deref(), &[&args, &self.options.server_args, variant], self.options.slots);
+        let server = Server::start(&self.options.server, &args, self.options.start_timeout, self.progress)?;
+        Ok(Service::Child(server))
+    }
+
+    fn server_parts(&self) -> ServerPart {
+        let mut server = self.scenario.server.clone();
+        server.model = self.options.model.clone().or(server.model);
+        server
+    }
+
+    fn one_run(&self, service: &mut Service, settings: &Settings) -> Result<RunReport> {
+        let record = run::run(settings, self.progress);
+        if let (Service::Child(server), false) = (service, is_stopped(self.progress)) {
+            server.check()?;
+        }
+        Ok(measure::report(settings, &record?, &Limits::new()))
+    }
+
+    fn settings(&self, service: &Service, label: &str, shape: Shape, repeat: u64) -> Settings {
+        let (url, metrics_url) = match service {
+            Service::Child(server) => (server.url.clone(), Some(format!("{}/metrics", server.url))),
+            Service::Running { url, metrics_url } => (url.clone(), metrics_url.clone()),
+        };
+        let target = Target {
+            url,
+            // A server that is started for this has one model; of another's, the first is meant.
+            models: Vec::new(),
+            keys: Vec::new(),
+            endpoint: Endpoint::Completions,
+            extra_body: Default::default(),
+            ca: None,
+            metrics_url,
+        };
+        Settings {
+            label: Some(label.to_owned()),
+            target,
+            load: self.load(&shape, repeat),
+            arrivals: shape.arrivals,
+            max_concurrency: None,
+            retries: 0,
+            connections: Connections::Reused,
+            workers: self.options.workers.max(1),
+            warmups: 0,
+            request_timeout: self.options.time_limit,
+            time_limit: self.options.time_limit,
+        }
+    }
+
+    /// Each repeat draws its own prompts, gaps and lengths, and all variants draw the same.
+    fn load(&self, shape: &Shape, repeat: u64) -> Load {
+        let part = &self.scenario.load;
+        Load {
+            requests: shape.requests,
+            prompts: Prompts::Ids { vocab: part.vocab.get() },
+            prompt: Length::Fixed(part.prompt_tokens.get()),
+            output: Some(shape.output),
+            trace: None,
+            shared_prefix: 0,
+            prefix_groups: 1,
+            temperature: 0.0,
+            seed: part.seed.wrapping_add(repeat),
+            ignore_eos: true,
+            hangup_share: 0.0,
+            hangup_after: 1,
+            slow_share: 0.0,
+            slow_rate: 1,
+            models: 1,
+            keys: 0,
+        }
+    }
+
+    fn token_scale(&self) -> f64 {
+        self.options.token_scale.unwrap_or(*self.scenario.token_scale.get_ref())
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let ServerPart { url, args, .. } = self.server_parts();
+        let mut notes = Vec::new();
+        if url.is_some() {
+            notes.push(
+                "the server was running already: what its variant is, only its own settings say".into(),
+            );
+        } else {
+            let args = args::serve(None, &[&args, &self.options.server_args], self.options.slots);
+            notes.push(format!("arguments of every server: {}", args::shown(&args)));
+        }
+        if !self.options.variants.is_empty() {
+            notes.push(format!("of the variants only {}", self.options.variants.join(", ")));
+        }
+        if is_stopped(self.progress) {
+            notes.push("interrupted: what is missing was not run".into());
+        }
+        notes
+    }
+}
+
+/// A time in words that promise little.
+fn in_words(seconds: f64) -> String {
+    match seconds {
+        s if s < 100.0 => format!("{s:.0} s"),
+        s if s < 6000.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}

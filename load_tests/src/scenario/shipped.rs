@@ -1,0 +1,54 @@
+//! The scenarios that come with the program, for when their files are not at hand.
+//!
+//! Invariant: what is here is what lies in `scenarios/`.
+
+use std::path::Path;
+
+/// Name and text of each.
+pub const SHIPPED: [(&str, &str); 5] = [
+    ("flover-interval", include_str!("../../scenarios/flover-interval.toml")),
+    ("flover-poisson", include_str!("../../scenarios/flover-poisson.toml")),
+    ("flover-lengths", include_str!("../../scenarios/flover-lengths.toml")),
+    ("flover-progress", include_str!("../../scenarios/flover-progress.toml")),
+    ("tiny", include_str!("../../scenarios/tiny.toml")),
+];
+
+/// The scenario that a path without a folder names, with `.toml` or without.
+pub fn named(path: &Path) -> Option<&'static str> {
+    let name = path.to_str()?;
+    let name = name.strip_suffix(".toml").unwrap_or(name);
+    SHIPPED.iter().find(|(shipped, _)| *shipped == name).map(|(_, text)| *text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scenario::file::Scenario;
+
+    /// Each is good, and each file of the folder is one of them.
+    #[test]
+    fn every_shipped_scenario_is_good() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("scenarios");
+        let mut files = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let scenario = Scenario::read(&path).unwrap_or_else(|error| panic!("{error:#}"));
+            assert!(!scenario.tables.is_empty() && !scenario.text.is_empty(), "{}", path.display());
+            let name = Path::new(path.file_name().unwrap());
+            assert_eq!(named(name), Some(std::fs::read_to_string(&path).unwrap().as_str()));
+            files += 1;
+        }
+        assert_eq!(files, SHIPPED.len());
+    }
+
+    #[test]
+    fn a_name_will_do() {
+        for name in ["tiny", "tiny.toml"] {
+            assert!(named(Path::new(name)).is_some_and(|text| text.contains("title")), "{name}");
+        }
+        for name in ["tiny.json", "large", "elsewhere/tiny.toml", ""] {
+            assert_eq!(named(Path::new(name)), None, "{name}");
+        }
+        assert!(Scenario::read(Path::new("flover-interval")).is_ok());
+    }
+}

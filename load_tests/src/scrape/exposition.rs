@@ -1,0 +1,121 @@
+//! The Prometheus text format: lines of a name, labels and a value.
+//!
+//! Our own, because the crate that reads the format knows no colon in a name, and `vllm:` and `llamacpp:` have one.
+//! Invariant: a line that is none is passed over, and hides no other.
+
+use std::collections::BTreeMap;
+
+/// The labels of a series, unescaped.
+pub type Labels = BTreeMap<String, String>;
+
+/// Every series of a reading, by name and labels.
+pub type Reading = BTreeMap<String, BTreeMap<Labels, f64>>;
+
+/// The series of an exposition; comments, types and what is not finite are left out.
+pub fn read(text: &str) -> Reading {
+    let mut reading = Reading::new();
+    for (name, labels, value) in text.lines().filter_map(series) {
+        reading.entry(name.to_owned()).or_default().insert(labels, value);
+    }
+    reading
+}
+
+fn series(line: &str) -> Option<(&str, Labels, f64)> {
+    let line = line.trim();
+    let name_len = line.find(|c: char| c == '{' || c.is_whitespace())?;
+    let (name, rest) = line.split_at(name_len);
+    if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == ':') {
+        return None;
+    }
+    let (labels, rest) = match rest.trim_start().strip_prefix('{') {
+        Some(rest) => labels(rest)?,
+        None => (Labels::new(), rest),
+    };
+    // A timestamp or an exemplar may follow.
+    let value: f64 = rest.split_whitespace().next()?.parse().ok()?;
+    value.is_finite().then_some((name, labels, value))
+}
+
+/// The labels, and what follows their closing brace.
+fn labels(mut rest: &str) -> Option<(Labels, &str)> {
+    let mut labels = Labels::new();
+    loop {
+        rest = rest.trim_start_matches([' ', '\t', ',']);
+        if let Some(after) = rest.strip_prefix('}') {
+            return Some((labels, after));
+        }
+        let (name, value) = rest.split_once('=')?;
+        let (value, after) = quoted(value.trim_start().strip_prefix('"')?)?;
+        labels.insert(name.trim().to_owned(), value);
+        rest = after;
+    }
+}
+
+/// The text up to the closing quotation mark, and what follows it.
+fn quoted(rest: &str) -> Option<(String, &str)> {
+    let mut text = String::new();
+    let mut chars = rest.char_indices();
+    loop {
+        match chars.next()? {
+            (at, '"') => return Some((text, &rest[at + 1..])),
+            (_, '\\') => match chars.next()?.1 {
+                'n' => text.push('\n'),
+                escaped => text.push(escaped),
+            },
+            (_, c) => text.push(c),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_form_of_a_line_is_read() {
+        let text = "# HELP a help {with=\"braces\"} 7\n\
+                    # TYPE a counter\n\
+                    plain 1\n\
+                    vllm:colon{} 2.5 1700000000000\n\
+                    labelled{path=\"/v1/{id}, \\\"x\\\"\\\\\\n\",le=\"+Inf\",} 3e2\n\
+                    \tspaced { a = \"b\" , c = \"\" }  4\r\n\
+                    bucket_bucket{le=\"1\"} 5 # {trace_id=\"x\"} 0.5\n";
+        let reading = read(text);
+        let labels = |labels: &[(&str, &str)]| -> Labels {
+            labels.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
+        };
+        let series = |labels: Labels, value: f64| BTreeMap::from([(labels, value)]);
+        let expected = [
+            ("bucket_bucket", series(labels(&[("le", "1")]), 5.0)),
+            ("labelled", series(labels(&[("le", "+Inf"), ("path", "/v1/{id}, \"x\"\\\n")]), 300.0)),
+            ("plain", series(Labels::new(), 1.0)),
+            ("spaced", series(labels(&[("a", "b"), ("c", "")]), 4.0)),
+            ("vllm:colon", series(Labels::new(), 2.5)),
+        ];
+        assert_eq!(reading, expected.map(|(name, series)| (name.to_owned(), series)).into());
+    }
+
+    #[test]
+    fn what_is_no_line_is_passed_over() {
+        for garbage in [
+            "",
+            "name",
+            "name x",
+            "na-me 1",
+            "{a=\"b\"} 1",
+            "name{a=\"b\" 1",
+            "name{a=\"b",
+            "name{a=b} 1",
+            "name{a=\"b\\",
+            "name{a} 1",
+            "name NaN",
+            "name +Inf",
+            "<html><body>404</body></html>",
+            "\u{0}\u{1b}[2J \u{1f30a}",
+        ] {
+            assert_eq!(read(garbage), Reading::new(), "{garbage}");
+            let reading = read(&format!("{garbage}\ngood 1\n"));
+            assert_eq!(reading.keys().collect::<Vec<_>>(), ["good"], "after {garbage}");
+        }
+    }
+}

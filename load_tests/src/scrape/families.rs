@@ -1,0 +1,162 @@
+//! The metrics that are known, and what each says about a run: ours, vLLM's where they mean the same, llama.cpp's.
+//!
+//! Invariant: a row is there only when the server told what it is made of.
+
+use super::{
+    exposition::Labels,
+    increase::{Histogram, Increase},
+};
+use crate::report::{Distribution, RunReport, ServerReport, ServerRow};
+
+/// What names begin with where ours and vLLM's are the same.
+const PREFIXES: [&str; 2] = ["mainstem_", "vllm:"];
+
+const MS: f64 = 1e3;
+
+/// A server's account, as far as it is known what its metrics mean.
+struct Account<'a> {
+    server: &'a Increase,
+    client: &'a RunReport,
+    rows: Vec<ServerRow>,
+}
+
+/// The rows in the order of the table. `None` where there are none.
+pub fn report(server: &Increase, client: &RunReport) -> Option<ServerReport> {
+    let mut account = Account { server, client, rows: Vec::new() };
+    account.requests();
+    account.tokens();
+    account.steps();
+    account.shuffles();
+    account.latencies();
+    account.phases();
+    account.row("device restarts", "", account.total("device_restarts_total"), None);
+    if account.rows.is_empty() {
+        return None;
+    }
+    account.row("server started anew", "", server.restarted().then_some(1.0), None);
+    let (steps, sequences_per_step) = (account.step_count(), account.sequences_per_step());
+    let steps = steps.map(|steps| steps as u64);
+    Some(ServerReport { rows: account.rows, steps, sequences_per_step })
+}
+
+impl Account<'_> {
+    fn row(&mut self, name: &str, unit: &str, server: Option<f64>, client: Option<f64>) {
+        if let Some(server) = server.filter(|value| value.is_finite()) {
+            self.rows.push(ServerRow { name: name.to_owned(), unit: unit.to_owned(), server, client });
+        }
+    }
+
+    fn requests(&mut self) {
+        let counts = &self.client.counts;
+        let (completed, failed) = (Some(counts.completed as f64), Some(counts.failed as f64));
+        self.row("requests succeeded", "", self.finished(&["stop", "length", "repetition"]), completed);
+        self.row("requests failed", "", self.finished(&["error", "timeout"]), failed);
+        self.row("requests aborted", "", self.finished(&["abort"]), None);
+        self.row("requests refused", "", self.total("admission_rejections_total"), None);
+        self.row("clients gone", "", self.total("clients_gone_total"), None);
+        self.row("preemptions", "", self.total("num_preemptions_total"), None);
+    }
+
+    fn tokens(&mut self) {
+        let llama = |name| self.server.total(name);
+        let prompt = self.total("prompt_tokens_total").or_else(|| llama("llamacpp:prompt_tokens_total"));
+        let output =
+            self.total("generation_tokens_total").or_else(|| llama("llamacpp:tokens_predicted_total"));
+        let [prompt_s, output_s] =
+            ["llamacpp:prompt_seconds_total", "llamacpp:tokens_predicted_seconds_total"].map(llama);
+        self.row("prompt tokens", "", prompt, Some(self.client.input_tokens as f64));
+        self.row("output tokens", "", output, Some(self.client.output_tokens as f64));
+        self.row("time with prompts", "s", prompt_s, None);
+        self.row("time with output", "s", output_s, None);
+    }
+
+    fn steps(&mut self) {
+        let rows = self.histogram("step_rows").and_then(|rows| rows.mean());
+        let tokens = self.histogram("iteration_tokens").or_else(|| self.histogram("iteration_tokens_total"));
+        let tokens = tokens.and_then(|tokens| tokens.mean());
+        self.row("steps", "", self.step_count(), None);
+        self.row("sequences per step", "", self.sequences_per_step(), None);
+        self.row("tokens per step", "", tokens, None);
+        self.row("rows per step", "", rows, None);
+        // Rows are tokens and holes.
+        self.row("holes per step", "", rows.zip(tokens).map(|(rows, tokens)| rows - tokens), None);
+        self.spread("step", "step_seconds", None);
+    }
+
+    fn shuffles(&mut self) {
+        self.row("shuffles", "", self.total("slot_shuffles_total"), None);
+        self.row("moves", "", self.total("slot_moves_total"), None);
+    }
+
+    fn latencies(&mut self) {
+        let client = &self.client.latencies;
+        self.spread("queue", "request_queue_time_seconds", None);
+        self.spread("prefill", "request_prefill_time_seconds", None);
+        self.spread("decode", "request_decode_time_seconds", None);
+        self.spread("TTFT", "time_to_first_token_seconds", client.ttft.as_ref());
+        self.spread("TPOT", "request_time_per_output_token_seconds", client.tpot.as_ref());
+        // The latter is what vLLM called it once.
+        let itl = ["inter_token_latency_seconds", "time_per_output_token_seconds"];
+        let itl = itl.into_iter().find(|name| self.histogram(name).is_some());
+        self.spread("ITL", itl.unwrap_or_default(), client.itl.as_ref());
+        self.spread("E2E", "e2e_request_latency_seconds", client.e2el.as_ref());
+    }
+
+    fn phases(&mut self) {
+        for phase in ["plan", "forward", "sample", "deliver"] {
+            let told = |labels: &Labels| labels.get("phase").is_some_and(|told| told == phase);
+            let total =
+                self.server.total_of("mainstem_step_phase_seconds_sum", told).filter(|&total| total > 0.0);
+            self.row(&format!("phase {phase}"), "s", total, None);
+        }
+    }
+
+    /// Mean and estimated percentiles of a histogram of seconds, in milliseconds.
+    fn spread(&mut self, name: &str, suffix: &str, client: Option<&Distribution>) {
+        let Some(histogram) = self.histogram(suffix) else { return };
+        let stats = client.map(|distribution| &distribution.stats);
+        for (figure, server, client) in [
+            ("mean", histogram.mean(), stats.map(|stats| stats.mean)),
+            ("p50", histogram.quantile(0.5), stats.map(|stats| stats.median)),
+            ("p99", histogram.quantile(0.99), stats.map(|stats| stats.p99)),
+        ] {
+            self.row(&format!("{name} {figure}"), "ms", server.map(|seconds| seconds * MS), client);
+        }
+    }
+
+    /// Every step counts once in each histogram about steps.
+    fn step_count(&self) -> Option<f64> {
+        let histograms = ["step_slots", "iteration_tokens", "iteration_tokens_total"];
+        let count =
+            histograms.into_iter().find_map(|name| self.histogram(name)).map(|histogram| histogram.count);
+        count.or_else(|| self.server.total("llamacpp:n_decode_total"))
+    }
+
+    fn sequences_per_step(&self) -> Option<f64> {
+        self.histogram("step_slots").and_then(|slots| slots.mean()).or_else(|| self.busy_slots())
+    }
+
+    /// llama.cpp tells the mean since its start; each reading's mean times its steps are the sequences so far.
+    fn busy_slots(&self) -> Option<f64> {
+        let (mean_before, mean) = self.server.gauge("llamacpp:n_busy_slots_per_decode")?;
+        let steps = self.server.total("llamacpp:n_decode_total").filter(|&steps| steps > 0.0)?;
+        let steps_before = self.server.before("llamacpp:n_decode_total");
+        Some((mean * (steps_before + steps) - mean_before * steps_before) / steps)
+    }
+
+    fn total(&self, suffix: &str) -> Option<f64> {
+        PREFIXES.iter().find_map(|prefix| self.server.total(&format!("{prefix}{suffix}")))
+    }
+
+    fn finished(&self, reasons: &[&str]) -> Option<f64> {
+        let told = |labels: &Labels| {
+            labels.get("finished_reason").is_some_and(|reason| reasons.contains(&reason.as_str()))
+        };
+        let of = |prefix| self.server.total_of(&format!("{prefix}request_success_total"), told);
+        PREFIXES.iter().find_map(of)
+    }
+
+    fn histogram(&self, suffix: &str) -> Option<Histogram> {
+        PREFIXES.iter().find_map(|prefix| self.server.histogram(&format!("{prefix}{suffix}")))
+    }
+}

@@ -1,0 +1,281 @@
+//! The steps of a sweep: which loads, and how many requests at each.
+//!
+//! Invariant: the loads of a ladder rise, and there is at least one.
+
+use std::{str::FromStr, time::Duration};
+
+use super::{Step, Unit};
+
+/// What is raised from step to step. In text, values and ranges with commas between them: `1,2,4,8`, `1..64x2`
+/// (doubling up to 64), `10..100+10`. Users begin with `users:`, rates may begin with `rates:`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ladder {
+    /// Requests per second; the settings' arrival process at each, Poisson where it has no rate.
+    Rates(Vec<f64>),
+    /// Users of a closed loop.
+    Users(Vec<usize>),
+}
+
+/// How many requests a step sends. In text a number, or a time such as `30s` or `2m`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum StepSize {
+    Requests(usize),
+    /// As many as come in this time: by the rate, or by the pace of the step before. At least
+    /// [`StepSize::LEAST`], and as many for each user as [`StepSize::LEAST_PER_USER`].
+    Time(Duration),
+}
+
+/// Ladders are not longer than this.
+const STEPS_MAX: usize = 1000;
+
+/// No step is larger.
+const REQUESTS_MAX: f64 = 1e7;
+
+const RATES: std::ops::RangeInclusive<f64> = 1e-4..=1e6;
+const USERS: std::ops::RangeInclusive<f64> = 1.0..=1e5;
+
+impl Ladder {
+    /// Reads a ladder of rates; an `/s` after a number is allowed.
+    pub fn rates(text: &str) -> Result<Ladder, String> {
+        let rates = values(text, |value| value.strip_suffix("/s").unwrap_or(value), |rate| rate)?;
+        match rates.iter().find(|rate| !RATES.contains(rate)) {
+            Some(rate) => Err(format!("{rate} requests per second is not within 0.0001 and 1000000")),
+            None => Ok(Ladder::Rates(rates)),
+        }
+    }
+
+    /// Reads a ladder of numbers of users; the values of a range are rounded.
+    pub fn users(text: &str) -> Result<Ladder, String> {
+        let users = values(text, |value| value, f64::round)?;
+        match users.iter().find(|users| !USERS.contains(users) || users.fract() != 0.0) {
+            Some(users) => Err(format!("{users} is not a number of users from 1 to 100000")),
+            None => Ok(Ladder::Users(users.into_iter().map(|users| users as usize).collect())),
+        }
+    }
+
+    /// What the values are.
+    pub fn unit(&self) -> Unit {
+        match self {
+            Ladder::Rates(_) => Unit::Rate,
+            Ladder::Users(_) => Unit::Users,
+        }
+    }
+
+    /// The loads, rising.
+    pub fn values(&self) -> Vec<f64> {
+        match self {
+            Ladder::Rates(rates) => rates.clone(),
+            Ladder::Users(users) => users.iter().map(|users| *users as f64).collect(),
+        }
+    }
+}
+
+impl FromStr for Ladder {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("users", text)) => Ladder::users(text),
+            Some(("rates", text)) => Ladder::rates(text),
+            None => Ladder::rates(text),
+            Some((unit, _)) => Err(format!("'{unit}' cannot be raised; rates: and users: can")),
+        }
+    }
+}
+
+impl Unit {
+    /// A load halfway, as factors go, between two; `None` when there is none.
+    pub(super) fn between(self, low: f64, high: f64) -> Option<f64> {
+        let middle = (low * high).sqrt();
+        let middle = match self {
+            // Three digits name it.
+            Unit::Rate => format!("{middle:.2e}").parse().unwrap_or(middle),
+            Unit::Users => middle.round(),
+        };
+        (low < middle && middle < high).then_some(middle)
+    }
+}
+
+impl StepSize {
+    /// The fewest requests of a step whose size is a time.
+    pub const LEAST: usize = 40;
+    /// And the fewest for each user.
+    pub const LEAST_PER_USER: usize = 4;
+
+    /// Requests of the step at `x`, after those of less load.
+    pub(super) fn requests(self, unit: Unit, x: f64, lower: &[Step]) -> usize {
+        let time = match self {
+            StepSize::Requests(requests) => return requests,
+            StepSize::Time(time) => time.as_secs_f64(),
+        };
+        let (rate, least) = match unit {
+            Unit::Rate => (x, Self::LEAST),
+            Unit::Users => {
+                let pace = lower.last().map_or(0.0, |step| step.run.request_throughput);
+                (pace, Self::LEAST.max(Self::LEAST_PER_USER * x as usize))
+            }
+        };
+        ((rate * time).ceil().min(REQUESTS_MAX) as usize).max(least)
+    }
+}
+
+impl FromStr for StepSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refused = || format!("'{text}' is neither a number of requests nor a time such as 30s or 2m");
+        if let Ok(requests) = text.parse() {
+            return match requests {
+                1..=10_000_000 => Ok(StepSize::Requests(requests)),
+                _ => Err("a step has from 1 to 10000000 requests".into()),
+            };
+        }
+        let (number, seconds) = match (text.strip_suffix('s'), text.strip_suffix('m')) {
+            (Some(number), _) => (number, 1.0),
+            (None, Some(number)) => (number, 60.0),
+            (None, None) => return Err(refused()),
+        };
+        let seconds = number.parse::<f64>().map_err(|_| refused())? * seconds;
+        match (0.1..=86_400.0).contains(&seconds) {
+            true => Ok(StepSize::Time(Duration::from_secs_f64(seconds))),
+            false => Err(format!("a step takes from 0.1 s to a day, not {seconds} s")),
+        }
+    }
+}
+
+/// The values that a text names, which must rise. `bare` takes a unit off a number, `made` makes of a range's value
+/// what is meant.
+fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Vec<f64>, String> {
+    let number = |text: &str| -> Result<f64, String> {
+        let number = bare(text.trim()).parse().ok().filter(|number: &f64| number.is_finite());
+        number.ok_or_else(|| format!("'{}' is not a number", text.trim()))
+    };
+    let mut values = Vec::new();
+    for part in text.split(',') {
+        match part.split_once("..") {
+            None => values.push(number(part)?),
+            Some((low, rest)) => {
+                values.extend(range(part, number(low)?, rest, number)?.into_iter().map(made))
+            }
+        }
+        if values.len() > STEPS_MAX {
+            return Err(format!("'{text}' has more than {STEPS_MAX} steps"));
+        }
+    }
+    values.dedup();
+    match values.windows(2).find(|pair| pair[0] > pair[1]) {
+        Some(pair) => Err(format!("the steps must rise, and {} comes after {}", pair[1], pair[0])),
+        None => Ok(values),
+    }
+}
+
+/// The values of `LOW..HIGHxFACTOR` or `LOW..HIGH+STEP`; `rest` is what follows the dots.
+fn range(
+    part: &str,
+    low: f64,
+    rest: &str,
+    number: impl Fn(&str) -> Result<f64, String>,
+) -> Result<Vec<f64>, String> {
+    let refused = |why: &str| Err(format!("'{}': {why}", part.trim()));
+    let (high, by, is_factor) = match (rest.split_once('x'), rest.split_once('+')) {
+        (Some((high, factor)), _) => (number(high)?, number(factor)?, true),
+        (None, Some((high, step))) => (number(high)?, number(step)?, false),
+        (None, None) => return refused("a range ends in xFACTOR or +STEP, as in 1..64x2 or 10..100+10"),
+    };
+    if low <= 0.0 || low > high {
+        return refused("a range goes from a number above 0 to one that is not less");
+    }
+    if is_factor && by <= 1.0 {
+        return refused("the factor must be more than 1");
+    }
+    if by <= 0.0 {
+        return refused("the step must be more than 0");
+    }
+    // What rounding adds does not cost the range its end.
+    let is_within = |value: &f64| *value <= high * (1.0 + 1e-9);
+    let value = |n: usize| if is_factor { low * by.powi(n as i32) } else { low + by * n as f64 };
+    Ok((0..=STEPS_MAX).map(value).take_while(is_within).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ladder(text: &str) -> Ladder {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn lists_and_ranges_are_read() {
+        assert_eq!(ladder("1,2, 4,8/s"), Ladder::Rates(vec![1.0, 2.0, 4.0, 8.0]));
+        assert_eq!(ladder("1..64x2").values(), [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]);
+        assert_eq!(ladder("rates:1..100x2").values().last(), Some(&64.0));
+        assert_eq!(ladder("10..40+10,100").values(), [10.0, 20.0, 30.0, 40.0, 100.0]);
+        // 0.1 thirty times over is a little more than 3.
+        assert_eq!(ladder("0.1..3+0.1").values().len(), 30);
+        assert_eq!(ladder("users:1..4x1.5,10"), Ladder::Users(vec![1, 2, 3, 10]));
+        assert_eq!(ladder("users:5"), Ladder::Users(vec![5]));
+    }
+
+    #[test]
+    fn what_is_no_ladder_is_refused_by_what_is_wrong() {
+        for (text, part) in [
+            ("", "'' is not a number"),
+            ("1,,2", "'' is not a number"),
+            ("1,x", "'x' is not a number"),
+            ("NaN", "'NaN' is not a number"),
+            ("1..64", "'1..64': a range ends in"),
+            ("1..64x1", "the factor must be more than 1"),
+            ("1..64x-2", "the factor must be more than 1"),
+            ("1..64+0", "the step must be more than 0"),
+            ("64..1x2", "'64..1x2': a range goes"),
+            ("0..8+1", "a range goes from a number above 0"),
+            ("4,2", "the steps must rise, and 2 comes after 4"),
+            ("1..8x2,4", "4 comes after 8"),
+            ("0", "0 requests per second is not within"),
+            ("2e6", "is not within"),
+            ("1..1000000+1", "more than 1000 steps"),
+            ("users:1.5", "1.5 is not a number of users"),
+            ("users:0", "0 is not a number of users"),
+            ("loads:1", "'loads' cannot be raised"),
+        ] {
+            let error = text.parse::<Ladder>().unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_numbers_or_times() {
+        assert_eq!("200".parse(), Ok(StepSize::Requests(200)));
+        assert_eq!("1.5m".parse(), Ok(StepSize::Time(Duration::from_secs(90))));
+        for (text, part) in [
+            ("", "neither"),
+            ("s", "neither"),
+            ("5h", "neither"),
+            ("0", "from 1 to"),
+            ("0s", "0.1 s"),
+            ("-3", "neither"),
+        ] {
+            let error = text.parse::<StepSize>().unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_time_is_made_requests_by_the_rate_but_never_too_few() {
+        let size = StepSize::Time(Duration::from_secs(30));
+        assert_eq!(size.requests(Unit::Rate, 12.3, &[]), 369);
+        assert_eq!(size.requests(Unit::Rate, 0.5, &[]), StepSize::LEAST);
+        assert_eq!(size.requests(Unit::Users, 64.0, &[]), 256);
+        assert_eq!(StepSize::Requests(7).requests(Unit::Rate, 100.0, &[]), 7);
+    }
+
+    #[test]
+    fn halfway_lies_between_and_has_few_digits() {
+        assert_eq!(Unit::Rate.between(8.0, 16.0), Some(11.3));
+        assert_eq!(Unit::Rate.between(0.01, 0.02), Some(0.0141));
+        assert_eq!(Unit::Users.between(8.0, 16.0), Some(11.0));
+        assert_eq!(Unit::Users.between(8.0, 9.0), None);
+        assert_eq!(Unit::Rate.between(1.0, 1.001), None);
+    }
+}

@@ -1,0 +1,262 @@
+//! One load at rising rates or numbers of users until the server is saturated, and the knee: the last step that it
+//! keeps up with.
+//!
+//! Invariant: a step is judged by its own samples and by steps of less load, never by what comes after it.
+
+mod ladder;
+mod lag;
+mod saturation;
+mod words;
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use anyhow::{Context, bail};
+
+use crate::{
+    measure::{self, Limits},
+    plan::arrivals::Arrivals,
+    report::RunReport,
+    run::{self, Progress, Settings},
+};
+
+pub use ladder::{Ladder, StepSize};
+pub use words::{knee, sections};
+
+/// How a sweep goes up.
+#[derive(Clone, Debug)]
+pub struct Climb {
+    pub ladder: Ladder,
+    pub size: StepSize,
+    /// What completed requests must keep; with them, a step that too few requests keep is saturated.
+    pub limits: Limits,
+    /// Steps to run on after saturation, the first saturated one included; 0 counts as 1.
+    pub beyond: usize,
+    /// Steps between the knee and the first saturated one, each halving what lies between them.
+    pub refine: usize,
+}
+
+/// What a sweep came to.
+#[derive(Clone, Debug)]
+pub struct Sweep {
+    pub unit: Unit,
+    /// By rising load.
+    pub steps: Vec<Step>,
+    /// Index of the last step before the first saturated one, the last of all when none was; `None` when the first
+    /// was saturated already.
+    pub knee: Option<usize>,
+}
+
+/// What is raised from step to step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Requests per second.
+    Rate,
+    /// Users of a closed loop.
+    Users,
+}
+
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// Requests per second, or users.
+    pub x: f64,
+    pub run: RunReport,
+    /// Why this step counts as saturated, in a few words; `None` when it does not.
+    pub saturated: Option<String>,
+}
+
+/// Climbs until so many steps were saturated as `climb` says, the ladder ends, or the run is stopped; `watch` sees
+/// each step. A step during which the run is stopped does not count. Fails when a run does, and when the settings'
+/// arrivals have no rate that could be raised.
+pub fn sweep(
+    settings: &Settings,
+    climb: &Climb,
+    progress: &Progress,
+    watch: &mut dyn FnMut(&Step),
+) -> anyhow::Result<Sweep> {
+    let unit = climb.ladder.unit();
+    let mut number = 0;
+    let steps = ascend(climb, &mut |x, lower| {
+        if progress.stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let settings = at(settings, unit, x, climb.size.requests(unit, x, lower), number)?;
+        number += 1;
+        let step = step(&settings, unit, x, &climb.limits, lower, progress);
+        let step = step.with_context(|| format!("at {}", unit.name(x)))?;
+        step.iter().for_each(&mut *watch);
+        Ok(step)
+    })?;
+    let knee = steps.iter().position(|step| step.saturated.is_some()).unwrap_or(steps.len()).checked_sub(1);
+    Ok(Sweep { unit, steps, knee })
+}
+
+impl Unit {
+    /// `8/s`, `1 user`, `8 users`.
+    pub fn name(self, x: f64) -> String {
+        match self {
+            Unit::Rate => format!("{x}/s"),
+            Unit::Users if x == 1.0 => "1 user".into(),
+            Unit::Users => format!("{x} users"),
+        }
+    }
+}
+
+/// Runs a step, given those of less load. `None` ends the climb.
+type RunStep<'a> = dyn FnMut(f64, &[Step]) -> anyhow::Result<Option<Step>> + 'a;
+
+/// The steps, by rising load: up the ladder, then between the knee and the step after it.
+fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
+    let mut steps = Vec::new();
+    let is_saturated = |step: &Step| step.saturated.is_some();
+    for x in climb.ladder.values() {
+        let Some(step) = run(x, &steps)? else { return Ok(steps) };
+        steps.push(step);
+        if steps.iter().filter(|step| is_saturated(step)).count() >= climb.beyond.max(1) {
+            break;
+        }
+    }
+    for _ in 0..climb.refine {
+        let Some(at @ 1..) = steps.iter().position(is_saturated) else { break };
+        let Some(x) = climb.ladder.unit().between(steps[at - 1].x, steps[at].x) else { break };
+        let Some(step) = run(x, &steps[..at])? else { break };
+        steps.insert(at, step);
+    }
+    Ok(steps)
+}
+
+/// Runs one step and judges it; `None` when it was stopped.
+fn step(
+    settings: &Settings,
+    unit: Unit,
+    x: f64,
+    limits: &Limits,
+    lower: &[Step],
+    progress: &Progress,
+) -> anyhow::Result<Option<Step>> {
+    let record = run::run(settings, progress);
+    // A run that is stopped before it began has failed.
+    if progress.stop.load(Ordering::Relaxed) {
+        return Ok(None);
+    }
+    let record = record?;
+    let run = measure::report(settings, &record, limits);
+    let saturated = match unit {
+        Unit::Rate => saturation::open_loop(&run, &record.samples, lower),
+        Unit::Users => saturation::closed_loop(x, &run, lower),
+    };
+    Ok(Some(Step { x, run, saturated }))
+}
+
+/// The settings of the step of this `number`. It draws requests of its own, so that no step finds the prompts of
+/// another in a server's cache; only the first warms up.
+fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> anyhow::Result<Settings> {
+    let mut settings = settings.clone();
+    settings.label = Some(unit.name(x));
+    settings.load.requests = requests;
+    settings.load.seed = settings.load.seed.wrapping_add(number);
+    settings.warmups = if number == 0 { settings.warmups } else { 0 };
+    settings.arrivals = match unit {
+        Unit::Rate => at_rate(&settings.arrivals, x)?,
+        Unit::Users => Arrivals::Users { count: x as usize, think: think_time(&settings.arrivals) },
+    };
+    Ok(settings)
+}
+
+/// The process at this many requests per second; a Poisson process in the place of one that has no rate.
+fn at_rate(arrivals: &Arrivals, rate: f64) -> anyhow::Result<Arrivals> {
+    let mean_gap = Duration::from_secs_f64(1.0 / rate);
+    Ok(match arrivals {
+        Arrivals::AllAtOnce | Arrivals::Users { .. } | Arrivals::Poisson { .. } => {
+            Arrivals::Poisson { mean_gap }
+        }
+        Arrivals::Constant { .. } => Arrivals::Constant { gap: mean_gap },
+        Arrivals::Gamma { shape, .. } => Arrivals::Gamma { mean_gap, shape: *shape },
+        Arrivals::Trace(_) => {
+            let own = arrivals.rate().filter(|own| own.is_finite());
+            arrivals.stretched(own.context("the trace takes no time: it has no rate to raise")? / rate)
+        }
+        Arrivals::Ramp { .. } => bail!("a ramp has no one rate to raise"),
+    })
+}
+
+fn think_time(arrivals: &Arrivals) -> Duration {
+    match arrivals {
+        Arrivals::Users { think, .. } => *think,
+        _ => Duration::ZERO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::report;
+
+    fn climb(ladder: &str, beyond: usize, refine: usize) -> Climb {
+        let ladder = ladder.parse().unwrap();
+        Climb { ladder, size: StepSize::Requests(1), limits: Limits::new(), beyond, refine }
+    }
+
+    /// The loads that are run against a server that keeps up with `capacity`, in the order of the climb, and as they
+    /// stand in the end.
+    fn loads(climb: &Climb, capacity: f64, most: usize) -> (Vec<f64>, Vec<f64>) {
+        let mut run = Vec::new();
+        let steps = ascend(climb, &mut |x, lower| {
+            assert!(lower.iter().all(|step| step.x < x));
+            if run.len() == most {
+                return Ok(None);
+            }
+            run.push(x);
+            Ok(Some(Step { x, run: report(1), saturated: (x > capacity).then(|| "more".into()) }))
+        });
+        (run.clone(), steps.unwrap().iter().map(|step| step.x).collect())
+    }
+
+    #[test]
+    fn the_climb_ends_beyond_saturation_and_then_closes_in() {
+        let all = usize::MAX;
+        assert_eq!(loads(&climb("1..64x2", 1, 0), 10.0, all).0, [1.0, 2.0, 4.0, 8.0, 16.0]);
+        assert_eq!(loads(&climb("1..64x2", 0, 0), 10.0, all).0.len(), 5);
+        assert_eq!(loads(&climb("1..64x2", 2, 0), 10.0, all).0.last(), Some(&32.0));
+        assert_eq!(loads(&climb("1..64x2", 1, 0), 100.0, all).0.len(), 7);
+        let (order, rising) = loads(&climb("1..64x2", 2, 3), 10.0, all);
+        assert_eq!(order[6..], [11.3, 9.51, 10.4]);
+        assert_eq!(rising, [1.0, 2.0, 4.0, 8.0, 9.51, 10.4, 11.3, 16.0, 32.0]);
+        // Between neighbours there is nobody, and beneath the lowest nothing is sought.
+        assert_eq!(loads(&climb("users:1..8+1", 1, 9), 4.0, all).0, [1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(loads(&climb("4,8", 1, 9), 1.0, all).0, [4.0]);
+    }
+
+    #[test]
+    fn a_climb_that_is_stopped_keeps_what_it_has() {
+        assert_eq!(loads(&climb("1..64x2", 1, 3), 10.0, 3).1, [1.0, 2.0, 4.0]);
+        assert_eq!(loads(&climb("1..64x2", 1, 3), 10.0, 6).1, [1.0, 2.0, 4.0, 8.0, 11.3, 16.0]);
+    }
+
+    #[test]
+    fn the_process_stays_and_its_rate_is_raised() {
+        let gap = Duration::from_millis(125);
+        let at = |arrivals: Arrivals| at_rate(&arrivals, 8.0);
+        let think = Duration::ZERO;
+        for without in [Arrivals::AllAtOnce, Arrivals::Users { count: 3, think }] {
+            assert_eq!(at(without).unwrap(), Arrivals::Poisson { mean_gap: gap });
+        }
+        let second = Duration::from_secs(1);
+        assert_eq!(at(Arrivals::Constant { gap: second }).unwrap(), Arrivals::Constant { gap });
+        let gamma = |mean_gap| Arrivals::Gamma { mean_gap, shape: 0.3 };
+        assert_eq!(at(gamma(second)).unwrap(), gamma(gap));
+        let kind = crate::plan::arrivals::RampKind::Linear;
+        assert!(at(Arrivals::Ramp { from: 1.0, to: 2.0, over: second, kind }).is_err());
+    }
+
+    #[test]
+    fn a_trace_is_run_faster_or_slower() {
+        // Four gaps in ten seconds become four in half a second.
+        let trace = [0.0, 1.0, 1.0, 6.0, 10.0].map(Duration::from_secs_f64);
+        let Ok(Arrivals::Trace(times)) = at_rate(&Arrivals::Trace(trace.into()), 8.0) else {
+            panic!("it is a trace")
+        };
+        assert_eq!(*times, [0.0, 0.05, 0.05, 0.3, 0.5].map(Duration::from_secs_f64));
+        let error = at_rate(&Arrivals::Trace([Duration::ZERO; 3].into()), 8.0).unwrap_err().to_string();
+        assert!(error.contains("the trace takes no time"), "{error}");
+    }
+}

@@ -1,0 +1,147 @@
+//! A sweep as part of a report, and its knee in words.
+//!
+//! Invariant: nothing is judged here; the words say what the steps say.
+
+use super::{Step, Sweep, Unit};
+use crate::{
+    measure::Stats,
+    report::{
+        Distribution,
+        html::{Section, SweepPoint},
+    },
+};
+
+/// Where the knee is, in a sentence.
+pub fn knee(sweep: &Sweep) -> String {
+    let name = |step: &Step| sweep.unit.name(step.x);
+    let beyond = |step: &Step| {
+        let why = step.saturated.as_deref().unwrap_or("it is saturated");
+        format!("at {} it {}: {why}", name(step), sweep.unit.fate())
+    };
+    let first_beyond = sweep.knee.map_or(0, |knee| knee + 1);
+    match (sweep.knee.map(|knee| &sweep.steps[knee]), sweep.steps.get(first_beyond)) {
+        (Some(knee), Some(next)) => format!("The server keeps up at {}; {}.", name(knee), beyond(next)),
+        (Some(knee), None) => format!("The server keeps up at every step, up to {}.", name(knee)),
+        (None, Some(first)) => format!("The lowest step is too much for the server: {}.", beyond(first)),
+        (None, None) => "No step was run to its end.".into(),
+    }
+}
+
+/// The parts of a report about a sweep: its curves, and a table of the steps.
+pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
+    let points = sweep.steps.iter().map(|step| SweepPoint { x: step.x, run: step.run.clone() });
+    let curves = Section::Sweep {
+        title: title.into(),
+        text: knee(sweep),
+        x_label: sweep.unit.label().into(),
+        points: points.collect(),
+    };
+    let table = Section::Table {
+        title: format!("{title}: steps"),
+        text: "A step is saturated when requests fail, wait ever longer, pile up or miss the limits, or when more \
+               users bring no more throughput."
+            .into(),
+        columns: columns(sweep.unit),
+        rows: sweep.steps.iter().map(row).collect(),
+    };
+    vec![curves, table]
+}
+
+impl Unit {
+    fn label(self) -> &'static str {
+        match self {
+            Unit::Rate => "requests per second",
+            Unit::Users => "users",
+        }
+    }
+
+    fn fate(self) -> &'static str {
+        match self {
+            Unit::Rate => "falls behind",
+            Unit::Users => "is saturated",
+        }
+    }
+}
+
+fn columns(unit: Unit) -> Vec<String> {
+    let measured = [
+        "requests",
+        "completed/s",
+        "output tok/s",
+        "TTFT median ms",
+        "TTFT p99 ms",
+        "TPOT median ms",
+        "e2e median ms",
+        "e2e p99 ms",
+        "in flight, mean",
+        "saturated",
+    ];
+    [unit.label()].iter().chain(&measured).map(|column| column.to_string()).collect()
+}
+
+fn row(step: &Step) -> Vec<String> {
+    let Step { x, run, saturated } = step;
+    let of = |measure: &Option<Distribution>, figure: fn(&Stats) -> f64| {
+        measure.as_ref().map_or("-".into(), |measure| format!("{:.1}", figure(&measure.stats)))
+    };
+    let latencies = &run.latencies;
+    vec![
+        x.to_string(),
+        run.counts.sent.to_string(),
+        format!("{:.2}", run.request_throughput),
+        format!("{:.1}", run.output_throughput),
+        of(&latencies.ttft, |stats| stats.median),
+        of(&latencies.ttft, |stats| stats.p99),
+        of(&latencies.tpot, |stats| stats.median),
+        of(&latencies.e2el, |stats| stats.median),
+        of(&latencies.e2el, |stats| stats.p99),
+        format!("{:.1}", run.mean_concurrency),
+        saturated.clone().unwrap_or_default(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{always, report};
+
+    fn sweep(unit: Unit, steps: &[(f64, Option<&str>)], knee: Option<usize>) -> Sweep {
+        let step = |(x, why): &(f64, Option<&str>)| {
+            let mut run = report(40);
+            run.latencies.ttft = always(12.34);
+            Step { x: *x, run, saturated: why.map(str::to_owned) }
+        };
+        Sweep { unit, steps: steps.iter().map(step).collect(), knee }
+    }
+
+    #[test]
+    fn the_knee_is_told_in_words() {
+        let steps = [(4.0, None), (8.0, None), (16.0, Some("TTFT grows by 0.41 s per second"))];
+        let told = |steps: &[_], at| knee(&sweep(Unit::Rate, steps, at));
+        assert_eq!(
+            told(&steps, Some(1)),
+            "The server keeps up at 8/s; at 16/s it falls behind: TTFT grows by 0.41 s per second."
+        );
+        assert_eq!(told(&steps[..2], Some(1)), "The server keeps up at every step, up to 8/s.");
+        assert!(
+            told(&steps[2..], None)
+                .starts_with("The lowest step is too much for the server: at 16/s it falls")
+        );
+        assert_eq!(told(&[], None), "No step was run to its end.");
+        let users = knee(&sweep(Unit::Users, &[(1.0, None), (2.0, Some("it was"))], Some(0)));
+        assert_eq!(users, "The server keeps up at 1 user; at 2 users it is saturated: it was.");
+    }
+
+    #[test]
+    fn every_step_is_a_point_and_a_row() {
+        let sections = sections(&sweep(Unit::Rate, &[(0.5, None), (1.0, Some("why"))], Some(0)), "Rates");
+        let [Section::Sweep { points, x_label, .. }, Section::Table { columns, rows, .. }] = &sections[..]
+        else {
+            panic!("{sections:?}")
+        };
+        assert_eq!((points.len(), points[1].x, x_label.as_str()), (2, 1.0, "requests per second"));
+        assert!(rows.iter().all(|row| row.len() == columns.len()));
+        assert_eq!((rows[0][0].as_str(), rows[0][4].as_str(), rows[0][5].as_str()), ("0.5", "12.3", "12.3"));
+        assert_eq!((rows[0][10].as_str(), rows[1][10].as_str(), rows[0][6].as_str()), ("", "why", "-"));
+    }
+}

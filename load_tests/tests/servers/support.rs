@@ -1,0 +1,230 @@
+//! Small servers, each answer on a thread of its own, and the settings to run against them.
+//!
+//! Invariant: a server sends exactly the bytes that its test gives it.
+
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use load_tests::{
+    plan::{
+        arrivals::Arrivals,
+        lengths::Length,
+        prompts::Prompts,
+        requests::{Endpoint, Load},
+    },
+    run::{Connections, Progress, Record, Secret, Settings, Target, run},
+    sample::{FailureKind, Outcome, Sample},
+};
+
+pub const HEAD: &str =
+    "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+pub const TOKEN: &str =
+    "data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"token_ids\":[5],\"finish_reason\":null}]}\n\n";
+pub const DONE: &str = "data: [DONE]\n\n";
+
+/// How long a run may take that goes wrong; one that goes well waits for none of it.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A request as it came.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// The request line and the headers, each line in lower case.
+    pub head: Vec<String>,
+    pub body: String,
+}
+
+impl Asked {
+    /// The first line, in lower case.
+    pub fn line(&self) -> &str {
+        &self.head[0]
+    }
+
+    /// The value of a header, in lower case.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.head.iter().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.body).unwrap()
+    }
+}
+
+pub fn listen() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+/// A port that nobody listens at, and nobody else can take while the tests run.
+pub fn closed_port() -> SocketAddr {
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    std::mem::forget(socket);
+    address
+}
+
+/// Gives every connection to `talk`, on a thread of its own.
+pub fn serve_connections(talk: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
+    let (listener, address) = listen();
+    let talk = Arc::new(talk);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (stream, talk) = (stream.unwrap(), Arc::clone(&talk));
+            thread::spawn(move || talk(stream));
+        }
+    });
+    address
+}
+
+/// Answers one request of every connection and closes it.
+pub fn serve(answer: impl Fn(TcpStream, Asked) + Send + Sync + 'static) -> SocketAddr {
+    serve_connections(move |stream| {
+        if let Some(asked) = read_request(&stream) {
+            answer(stream, asked);
+        }
+    })
+}
+
+/// Answers every request with the bytes that `answer` makes for it, and keeps connections open.
+pub fn serve_bytes(answer: impl Fn(Asked) -> String + Send + Sync + 'static) -> SocketAddr {
+    serve_connections(move |mut stream| {
+        while let Some(asked) = read_request(&stream) {
+            if stream.write_all(answer(asked).as_bytes()).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// The next request of a connection; `None` when the client has closed it.
+pub fn read_request(stream: impl Read) -> Option<Asked> {
+    let mut reader = BufReader::new(stream);
+    let (mut head, mut length) = (Vec::new(), 0);
+    loop {
+        let mut line = String::new();
+        if reader.read_line(&mut line).unwrap_or(0) == 0 {
+            return None;
+        }
+        let line = line.trim_end().to_ascii_lowercase();
+        if line.is_empty() {
+            break;
+        }
+        if let Some(value) = line.strip_prefix("content-length: ") {
+            length = value.parse().unwrap();
+        }
+        head.push(line);
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    Some(Asked { head, body: String::from_utf8(body).unwrap() })
+}
+
+pub fn chunk(text: &str) -> String {
+    format!("{:x}\r\n{text}\r\n", text.len())
+}
+
+/// An answer with a length: any status, any text.
+pub fn page(status: &str, headers: &str, text: &str) -> String {
+    format!("HTTP/1.1 {status}\r\n{headers}content-length: {}\r\n\r\n{text}", text.len())
+}
+
+/// Events as one answer, in one chunk.
+pub fn stream(events: &str) -> String {
+    format!("{HEAD}{}0\r\n\r\n", chunk(events))
+}
+
+/// Every token asked for, in one chunk each, and a proper end.
+pub fn good_answer(asked: &Asked) -> String {
+    let tokens = asked.json()["max_tokens"].as_u64().unwrap() as usize;
+    format!("{HEAD}{}{}0\r\n\r\n", chunk(TOKEN).repeat(tokens), chunk(DONE))
+}
+
+/// All requests at once, on two workers, each request on a connection of its own.
+pub fn settings(address: SocketAddr, requests: usize) -> Settings {
+    Settings {
+        label: None,
+        target: Target {
+            url: format!("http://{address}"),
+            models: vec!["m".into()],
+            keys: Vec::new(),
+            endpoint: Endpoint::Completions,
+            extra_body: serde_json::Map::new(),
+            ca: None,
+            metrics_url: None,
+        },
+        load: load(requests),
+        arrivals: Arrivals::AllAtOnce,
+        max_concurrency: None,
+        retries: 0,
+        connections: Connections::New,
+        workers: 2,
+        warmups: 0,
+        request_timeout: PATIENCE,
+        time_limit: PATIENCE,
+    }
+}
+
+fn load(requests: usize) -> Load {
+    Load {
+        requests,
+        prompts: Prompts::Ids { vocab: 100 },
+        prompt: Length::Uniform { low: 4, high: 8 },
+        output: Some(Length::Uniform { low: 3, high: 6 }),
+        trace: None,
+        shared_prefix: 0,
+        prefix_groups: 1,
+        temperature: 0.0,
+        seed: 1,
+        ignore_eos: true,
+        hangup_share: 0.0,
+        hangup_after: 2,
+        slow_share: 0.0,
+        slow_rate: 1000,
+        models: 1,
+        keys: 0,
+    }
+}
+
+/// A closed loop without time to think.
+pub fn users(count: usize) -> Arrivals {
+    Arrivals::Users { count, think: Duration::ZERO }
+}
+
+pub fn constant(gap: Duration) -> Arrivals {
+    Arrivals::Constant { gap }
+}
+
+pub fn with_keys(settings: Settings, keys: &[&str]) -> Settings {
+    let load = Load { keys: keys.len(), ..settings.load };
+    let keys = keys.iter().map(|key| Secret(key.to_string())).collect();
+    Settings { load, target: Target { keys, ..settings.target }, ..settings }
+}
+
+pub fn run_to_end(settings: &Settings) -> Record {
+    run(settings, &Progress::default()).unwrap()
+}
+
+/// The only sample of a run of one request.
+pub fn one_sample(settings: &Settings) -> Sample {
+    let [sample] = run_to_end(settings).samples.try_into().unwrap();
+    sample
+}
+
+/// The kind of each failure, by index.
+pub fn kinds(record: &Record) -> Vec<FailureKind> {
+    let kind = |sample: &Sample| match &sample.outcome {
+        Outcome::Failed(failure) => Some(failure.kind),
+        Outcome::Completed | Outcome::HungUp => None,
+    };
+    record.samples.iter().filter_map(kind).collect()
+}
+
+pub fn all_completed(record: &Record) -> bool {
+    record.samples.iter().all(|sample| sample.outcome == Outcome::Completed)
+}
