@@ -23,7 +23,7 @@ use load_tests::{
 #[derive(Args)]
 #[command(next_help_heading = "Output")]
 pub struct OutputFlags {
-    /// What reports call the run [default: the server's address]
+    /// What reports call the run [default: the arrival process]
     #[arg(long, value_name = "TEXT")]
     pub label: Option<String>,
 
@@ -47,6 +47,10 @@ pub struct OutputFlags {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     csv_progress: Option<PathBuf>,
 
+    /// Write how long each completed request took to this file, in the order in which they ended
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    csv_elapsed: Option<PathBuf>,
+
     /// Write a page with plots to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
@@ -59,6 +63,7 @@ pub struct Outputs {
     csv: Option<Output>,
     csv_tokens: Option<Output>,
     csv_progress: Option<Output>,
+    csv_elapsed: Option<Output>,
     html: Option<Output>,
 }
 
@@ -72,6 +77,7 @@ impl OutputFlags {
             csv: open(&self.csv)?,
             csv_tokens: open(&self.csv_tokens)?,
             csv_progress: open(&self.csv_progress)?,
+            csv_elapsed: open(&self.csv_elapsed)?,
             html: open(&self.html)?,
         })
     }
@@ -92,6 +98,9 @@ impl Outputs {
         }
         if let Some(file) = self.csv_progress {
             file.write(|out| csv::progress(record, out))?;
+        }
+        if let Some(file) = self.csv_elapsed {
+            file.write(|out| csv::elapsed(record, out))?;
         }
         if let Some(file) = self.html {
             let page = html::page(&report.label, &[Section::Run(Box::new(report.clone()))]);
