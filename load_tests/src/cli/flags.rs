@@ -13,7 +13,7 @@ use load_tests::{
         dataset,
         lengths::Length,
         prompts::Prompts,
-        requests::{Endpoint, Load},
+        requests::{Endpoint, Load, OUTPUT_LEN_FALLBACK},
         trace,
     },
     run::{Connections, Secret, Settings, Target},
@@ -255,6 +255,9 @@ impl SettingsFlags {
             load.requests = trace.len();
             load.trace = Some(trace);
         }
+        if load.output.is_none() && load.trace.is_none() && !matches!(load.prompts, Prompts::Texts(_)) {
+            load.output = Some(Length::Fixed(OUTPUT_LEN_FALLBACK));
+        }
         load.check(target.endpoint)?;
         Ok(Settings {
             label,
@@ -298,13 +301,12 @@ impl PaceFlags {
 impl LoadFlags {
     fn load(&self, target: &Target) -> anyhow::Result<Load> {
         let prompts = self.prompts()?;
-        // The default must not go before what a file or a trace says.
-        let output = self.output_tokens;
         Ok(Load {
             requests: self.requests as usize,
             prompts,
             prompt: self.prompt_tokens,
-            output,
+            // Its default must not go before what a file or a trace says.
+            output: self.output_tokens,
             trace: None,
             shared_prefix: self.shared_prefix,
             prefix_groups: self.prefix_groups,
@@ -414,6 +416,17 @@ mod tests {
         let theirs = settings(&theirs.split(' ').collect::<Vec<_>>()).unwrap();
         assert_eq!(theirs.load, ours.load);
         assert_eq!(theirs.arrivals, ours.arrivals);
+    }
+
+    #[test]
+    fn answers_have_their_default_length_unless_a_file_says_another() {
+        let output = |args: &[&str]| settings(args).unwrap().load.output;
+        assert_eq!(output(&[]), Some(Length::Fixed(128)));
+        assert_eq!(output(&["--output-tokens", "7"]), Some(Length::Fixed(7)));
+        let file = std::env::temp_dir().join(format!("load_tests-trace-{}.csv", std::process::id()));
+        fs::write(&file, "timestamp,prompt_tokens,output_tokens\n0,5,6\n").unwrap();
+        assert_eq!(output(&["--trace", file.to_str().unwrap()]), None);
+        fs::remove_file(&file).unwrap();
     }
 
     #[test]
