@@ -49,7 +49,7 @@ fn every_policy_answers_the_same_requests() {
         assert_eq!(run.output_tokens, runs[0].output_tokens, "{}", run.label);
     }
     let (fused, alone) = (steps(&runs[0]), steps(&runs[3]));
-    assert!(alone >= runs[0].output_tokens && 2 * fused < alone, "{fused} steps, and {alone} alone");
+    assert!(alone >= runs[0].output_tokens && fused < alone, "{fused} steps, and {alone} alone");
 }
 
 #[test]

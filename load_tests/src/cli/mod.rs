@@ -38,7 +38,8 @@ Examples:
   load_tests scenario load_tests/scenarios/flover-interval.toml --html flover.html
   load_tests report ours.json theirs.json --html both.html     saved runs side by side
 
-Exit codes: 0 no request failed, 1 one did, 2 there was no run, 130 interrupted (what was measured is reported).";
+Exit codes: 0 no request failed, 1 one did, 2 there was no run, 130 interrupted (what was measured is reported).
+Of a sweep and of scenarios failures are part of what is reported, and the code is 0.";
 
 #[derive(Subcommand)]
 enum Command {

@@ -84,29 +84,24 @@ impl OutputFlags {
 }
 
 impl Outputs {
-    /// Writes a run to all of them.
+    /// Writes a run to all of them. What goes wrong with one keeps no other from being written; the first such error
+    /// is returned.
     pub fn write(self, report: &RunReport, record: &Record) -> anyhow::Result<()> {
-        if let Some(file) = self.json {
-            let value = json::json(report, self.detailed.then_some(record));
-            file.write(|out| Ok(writeln!(out, "{value:#}")?))?;
-        }
-        if let Some(file) = self.csv {
-            file.write(|out| csv::requests(record, out))?;
-        }
-        if let Some(file) = self.csv_tokens {
-            file.write(|out| csv::tokens(record, out))?;
-        }
-        if let Some(file) = self.csv_progress {
-            file.write(|out| csv::progress(record, out))?;
-        }
-        if let Some(file) = self.csv_elapsed {
-            file.write(|out| csv::elapsed(record, out))?;
-        }
-        if let Some(file) = self.html {
-            let page = html::page(&report.label, &[Section::Run(Box::new(report.clone()))]);
-            file.write(|out| Ok(out.write_all(page.as_bytes())?))?;
-        }
-        Ok(())
+        let write = |file: Option<Output>,
+                     content: &dyn Fn(&mut BufWriter<&mut File>) -> anyhow::Result<()>| {
+            file.map_or(Ok(()), |file| file.write(content))
+        };
+        let samples = self.detailed.then_some(record);
+        let page = || html::page(&report.label, &[Section::Run(Box::new(report.clone()))]);
+        let written = [
+            write(self.json, &|out| Ok(writeln!(out, "{:#}", json::json(report, samples))?)),
+            write(self.csv, &|out| csv::requests(record, out)),
+            write(self.csv_tokens, &|out| csv::tokens(record, out)),
+            write(self.csv_progress, &|out| csv::progress(record, out)),
+            write(self.csv_elapsed, &|out| csv::elapsed(record, out)),
+            write(self.html, &|out| Ok(out.write_all(page().as_bytes())?)),
+        ];
+        written.into_iter().collect()
     }
 }
 
@@ -131,7 +126,10 @@ impl Output {
     ) -> anyhow::Result<()> {
         let path = self.path;
         let write = || -> anyhow::Result<()> {
-            self.file.set_len(0)?;
+            // A pipe or a device has no length.
+            if self.file.metadata()?.is_file() {
+                self.file.set_len(0)?;
+            }
             let mut out = BufWriter::new(&mut self.file);
             content(&mut out)?;
             Ok(out.flush()?)

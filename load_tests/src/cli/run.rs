@@ -1,6 +1,6 @@
 //! `load_tests run`: one load, once.
 
-use std::sync::Arc;
+use std::{io::Write, sync::Arc};
 
 use clap::Args;
 use load_tests::{
@@ -33,7 +33,9 @@ pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
     let record = run::run(&settings, progress)?;
     drop(live);
     let report = measure::report(&settings, &record, &args.limits.limits());
-    print!("{}", table::table(&report));
-    outputs.write(&report, &record)?;
+    let written = outputs.write(&report, &record);
+    // A reader that has gone is no failure.
+    let _ = write!(std::io::stdout(), "{}", table::table(&report));
+    written?;
     Ok(Ending::of(report.counts.failed, progress))
 }

@@ -1,6 +1,6 @@
 //! `load_tests sweep`: one load at rising rates or numbers of users.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{io::Write, path::PathBuf, sync::Arc};
 
 use clap::{ArgGroup, Args, ValueHint};
 use load_tests::{
@@ -79,26 +79,32 @@ pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending>
     let unit = ladder.unit();
     let watched = || Live::start(Arc::clone(progress), None, &args.outputs.label);
     let mut live = Some(watched());
-    println!("{}", HEAD);
+    say(HEAD);
     let sweep = sweep::sweep(&settings, &climb, progress, &mut |step| {
         // A line and the live display would spoil each other.
         live = None;
-        println!("{}", line(unit, step));
+        say(&line(unit, step));
         live = Some(watched());
     });
     drop(live);
     let sweep = sweep?;
-    println!("{}", sweep::knee(&sweep));
+    say(&sweep::knee(&sweep));
     if let Some(file) = json {
         let steps = sweep.steps.iter().map(|step| json::json(&step.run, None)).collect();
         let steps = serde_json::Value::Array(steps);
-        file.write(|out| Ok(std::io::Write::write_fmt(out, format_args!("{steps:#}\n"))?))?;
+        file.write(|out| Ok(writeln!(out, "{steps:#}")?))?;
     }
     if let Some(file) = html {
         let page = html::page(&args.outputs.label, &sweep::sections(&sweep, &args.outputs.label));
-        file.write(|out| Ok(std::io::Write::write_all(out, page.as_bytes())?))?;
+        file.write(|out| Ok(out.write_all(page.as_bytes())?))?;
     }
+    // Failures are what a sweep looks for: the verdict, not an error.
     Ok(Ending::of(0, progress))
+}
+
+/// A line for the terminal; a reader that has gone is no failure.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 const HEAD: &str =

@@ -65,7 +65,11 @@ impl Session<'_> {
         for (number, variant) in self.scenario.variants.iter().enumerate() {
             if is_wanted(self.options, variant) && !is_stopped(self.progress) {
                 let measured = self.variant(number, variant, &scale, &mut results);
-                measured.with_context(|| format!("variant {}", variant.name()))?;
+                match measured {
+                    // What was measured until then is reported.
+                    Err(_) if is_stopped(self.progress) => break,
+                    measured => measured.with_context(|| format!("variant {}", variant.name()))?,
+                }
             }
         }
         let head = Head { server, model, scale, repeats: self.options.repeats(), notes: self.notes() };

@@ -155,6 +155,11 @@ fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> 
     settings.load.requests = requests;
     settings.load.seed = settings.load.seed.wrapping_add(number);
     settings.warmups = if number == 0 { settings.warmups } else { 0 };
+    if unit == Unit::Rate {
+        // The client's own limit must not look like the server's.
+        let planned = Duration::from_secs_f64(requests as f64 / x);
+        settings.time_limit = settings.time_limit.max(planned.saturating_add(settings.request_timeout));
+    }
     settings.arrivals = match unit {
         Unit::Rate => at_rate(&settings.arrivals, x)?,
         Unit::Users => Arrivals::Users { count: x as usize, think: think_time(&settings.arrivals) },

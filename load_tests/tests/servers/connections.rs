@@ -99,7 +99,7 @@ fn a_slow_reader_reads_slowly_and_its_server_feels_it() {
     const BUFFERS: usize = 6 << 20;
     let (address, pushed) = serve_and_measure();
     let mut slow = settings(address, 1);
-    slow.request_timeout = Duration::from_millis(200);
+    slow.request_timeout = Duration::from_secs(1);
     (slow.load.slow_share, slow.load.slow_rate) = (1.0, RATE);
     let sample = one_sample(&slow);
     let bytes = HEAD.len() + sample.output_len as usize * chunk(TOKEN).len();
