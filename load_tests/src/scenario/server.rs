@@ -296,7 +296,7 @@ mod tests {
         let script = Script::new("silent", "echo $$ >&2\nexec sleep 1000\n");
         let error = script.start(Duration::from_secs(5)).err().expect("it says nothing").to_string();
         let (told, said) = error.split_once('\n').expect("its number");
-        assert_eq!(told, "the server does not listen after 2s");
+        assert_eq!(told, "the server does not listen after 5s");
         assert!(!is_alive(said.trim().parse().unwrap()));
     }
 
