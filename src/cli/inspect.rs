@@ -309,7 +309,7 @@ fn tensor(source: &ModelSource, needed: Needed) -> Result<Tensor> {
     let stored = source.checkpoint.tensor(&name).expect("it was there at opening; anything else is a bug");
     Ok(Tensor {
         ty: stored.quant_type()?.name(),
-        bytes: stored.bytes.len(),
+        bytes: stored.bytes_len(),
         role: needed.role,
         layer: needed.layer,
         pattern: needed.pattern,
@@ -327,7 +327,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
     };
     rest.map(|tensor| Unused {
         name: tensor.name.to_owned(),
-        bytes: tensor.bytes.len(),
+        bytes: tensor.bytes_len(),
         why: why(tensor.name),
     })
     .collect()

@@ -6,7 +6,7 @@
 
 use super::folder::FileBytes;
 use super::mmap::MappedFile;
-use super::{Checkpoint, Dtype, Entry, elements, fixed_bytes};
+use super::{Checkpoint, Dtype, Entry, Layout, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use std::collections::BTreeMap;
@@ -64,7 +64,8 @@ fn read(bytes: &[u8]) -> Result<(BTreeMap<String, Entry>, Llama2cHeader)> {
             if let Some(name) = name {
                 let name = if layered { format!("layers.{layer}.{name}") } else { name.to_owned() };
                 let dtype = Dtype::Known(QuantType::F32);
-                tensors.insert(name, Entry { dtype, shape: shape.clone(), file: 0, bytes: range });
+                let (shape, layout) = (shape.clone(), Layout::Dense);
+                tensors.insert(name, Entry { dtype, shape, file: 0, bytes: range, layout });
             }
         }
     }
@@ -265,8 +266,8 @@ mod tests {
                     named += 1;
                     let tensor = checkpoint.tensor(&name).unwrap_or_else(|| panic!("{name}"));
                     assert_eq!(elements(tensor.shape), Some(count), "{name}");
-                    assert_eq!(tensor.bytes.len(), 4 * count, "{name}");
-                    assert_eq!(tensor.bytes[..4], (next as f32).to_le_bytes(), "{name}");
+                    assert_eq!(tensor.bytes_len(), 4 * count, "{name}");
+                    assert_eq!(tensor.bytes()[..4], (next as f32).to_le_bytes(), "{name}");
                 }
                 next += count;
             }

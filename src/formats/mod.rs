@@ -2,8 +2,9 @@
 //! beside them.
 //!
 //! Invariant: a [`Checkpoint`] that exists is consistent: every tensor's bytes lie inside its file and are
-//! exactly as many as its shape and type need, unless its type is foreign. A file that is not so is refused,
-//! with the file, the tensor and the reason, before anything is allocated from a number it holds.
+//! exactly as many as its shape and type need, or those that its numbers are picked from, unless its type is
+//! foreign. A file that is not so is refused, with the file, the tensor and the reason, before anything is
+//! allocated from a number it holds.
 
 mod mmap;
 
@@ -13,7 +14,11 @@ pub mod config;
 
 pub mod chat;
 
+mod gather;
+mod sharded;
+
 mod llama2c;
+mod pickle;
 mod safetensors;
 
 #[cfg(test)]
@@ -24,9 +29,11 @@ pub use config::{GenerationConfig, HubConfig, RopeConfig, RopeKeys, RopeScaling,
 pub(crate) use folder::is_plain_name;
 pub use folder::{EmbeddedFolder, Folder};
 pub use llama2c::Llama2cHeader;
+pub use pickle::is_pytorch;
 
 use anyhow::{Result, bail};
 use folder::FileBytes;
+use gather::Gather;
 use mainstem_kernels::QuantType;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -38,8 +45,11 @@ use std::path::Path;
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<FileBytes>,
-    tensors: BTreeMap<String, Entry>,
+    tensors: Tensors,
 }
+
+/// Tensors by name.
+type Tensors = BTreeMap<String, Entry>;
 
 /// What a tensor is, and where its bytes lie.
 #[derive(Debug)]
@@ -48,6 +58,26 @@ struct Entry {
     shape: Vec<usize>,
     file: usize,
     bytes: Range<usize>,
+    layout: Layout,
+}
+
+/// How a tensor's numbers lie in its bytes.
+#[derive(Debug)]
+enum Layout {
+    /// As they are wanted: row-major, without gaps.
+    Dense,
+    /// To be picked, or made into another type.
+    Gathered(Gather),
+}
+
+impl Entry {
+    /// Bytes of the numbers as they are wanted.
+    fn bytes_len(&self) -> usize {
+        match &self.layout {
+            Layout::Dense => self.bytes.len(),
+            Layout::Gathered(gather) => gather.bytes_len(&self.shape),
+        }
+    }
 }
 
 /// The number format of a stored tensor.
@@ -68,16 +98,17 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// One tensor of a checkpoint. Its bytes are little-endian, row-major and of any alignment.
+/// One tensor of a checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     pub name: &'a str,
     pub dtype: &'a Dtype,
     /// Outermost dimension first; empty for a single number.
     pub shape: &'a [usize],
-    pub bytes: &'a [u8],
     /// The file it comes from, to name in errors.
     pub file: &'a Path,
+    entry: &'a Entry,
+    stored: &'a [u8],
 }
 
 impl Checkpoint {
@@ -94,11 +125,24 @@ impl Checkpoint {
             let bytes = elements(&shape).and_then(|n| ty.bytes(n)).and_then(|len| begin.checked_add(len));
             let end =
                 bytes.filter(|end| *end <= held).expect("a tensor lies inside its buffer; this is a bug");
-            (name, Entry { dtype: Dtype::Known(ty), shape, file: 0, bytes: begin..end })
+            let (dtype, bytes) = (Dtype::Known(ty), begin..end);
+            (name, Entry { dtype, shape, file: 0, bytes, layout: Layout::Dense })
         };
         let tensors = tensors.into_iter().map(entry).collect();
         let file = FileBytes::Held { path: path.to_owned(), bytes: Cow::Owned(buffer) };
         Checkpoint { files: vec![file], tensors }
+    }
+
+    /// Opens a folder's weights: safetensors if there are any, else what PyTorch saved.
+    pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
+        let kinds = [safetensors::FILES, pickle::FILES];
+        for kind in &kinds {
+            if let Some(checkpoint) = kind.open(folder)? {
+                return Ok(checkpoint);
+            }
+        }
+        let names = kinds.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
+        bail!("{}: no weights are there: looked for {names}", folder.path().display())
     }
 
     /// The tensor of that name.
@@ -123,17 +167,31 @@ impl Checkpoint {
 
     /// Bytes of all tensors together.
     pub fn total_bytes(&self) -> usize {
-        self.tensors.values().map(|entry| entry.bytes.len()).sum()
+        self.tensors.values().map(Entry::bytes_len).sum()
     }
 
     fn view<'a>(&'a self, name: &'a str, entry: &'a Entry) -> TensorView<'a> {
         let file = &self.files[entry.file];
-        let bytes = &file.bytes()[entry.bytes.clone()];
-        TensorView { name, dtype: &entry.dtype, shape: &entry.shape, bytes, file: file.path() }
+        let stored = &file.bytes()[entry.bytes.clone()];
+        TensorView { name, dtype: &entry.dtype, shape: &entry.shape, file: file.path(), entry, stored }
     }
 }
 
-impl TensorView<'_> {
+impl<'a> TensorView<'a> {
+    /// The numbers, little-endian, row-major and of any alignment: those of the file, or a copy where the file
+    /// has them in another order or type. Each call makes its own copy.
+    pub fn bytes(&self) -> Cow<'a, [u8]> {
+        match &self.entry.layout {
+            Layout::Dense => Cow::Borrowed(self.stored),
+            Layout::Gathered(gather) => Cow::Owned(gather.numbers(self.stored, self.shape)),
+        }
+    }
+
+    /// How many [`TensorView::bytes`] are; the file is not read for it.
+    pub fn bytes_len(&self) -> usize {
+        self.entry.bytes_len()
+    }
+
     /// The number format; an error that names file, tensor and format if it cannot be computed with.
     pub fn quant_type(&self) -> Result<QuantType> {
         match self.dtype {

@@ -1,18 +1,16 @@
 //! Safetensors: a little-endian header length, a JSON header of that many bytes that says for each tensor its
-//! type, shape and byte range, and then the data. A model may be split over files named by an index.
+//! type, shape and byte range, and then the data.
 //!
 //! Invariant: the tensors of an accepted file tile its data section: no overlap, no hole, nothing after the
 //! last.
 
-use super::folder::{FileBytes, Folder, is_plain_name};
-use super::{Checkpoint, Dtype, Entry, elements, fixed_bytes};
+use super::folder::Folder;
+use super::sharded::{ByTensor, Naming};
+use super::{Checkpoint, Dtype, Entry, Layout, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::marker::PhantomData;
+use std::collections::BTreeMap;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -20,8 +18,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The format's own bound on its header.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-/// The header's one key that is no tensor: free text, not read.
-const METADATA: &str = "__metadata__";
+/// How a folder holds such files.
+pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
 
 /// The number types that can be served, by their names in the header.
 pub(super) const DTYPES: [(&str, QuantType); 3] =
@@ -31,62 +29,8 @@ impl Checkpoint {
     /// Opens a folder's safetensors: `model.safetensors`, or the files that `model.safetensors.index.json`
     /// names.
     pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
-        match (folder.has(SINGLE), folder.has(INDEX)) {
-            (true, _) => open_single(folder),
-            (false, true) => open_sharded(folder),
-            (false, false) => bail!("{}: neither {SINGLE} nor {INDEX} is there", folder.path().display()),
-        }
+        FILES.open_needed(folder)
     }
-}
-
-fn open_single(folder: &Folder) -> Result<Checkpoint> {
-    let (file, tensors) = open_file(folder, SINGLE, 0)?;
-    Ok(Checkpoint { files: vec![file], tensors })
-}
-
-/// Opens every file that the folder's index names. Index and files must agree on where each tensor is.
-fn open_sharded(folder: &Folder) -> Result<Checkpoint> {
-    let shards =
-        read_index(&folder.read_needed(INDEX)?).with_context(|| folder.file(INDEX).display().to_string())?;
-    let mut checkpoint = Checkpoint { files: Vec::new(), tensors: BTreeMap::new() };
-    for (shard, names) in &shards {
-        let (file, tensors) = open_file(folder, shard, checkpoint.files.len())?;
-        let name = file.path().display();
-        if let Some(missing) = names.iter().find(|name| !tensors.contains_key(*name)) {
-            bail!("{name}: tensor '{missing}': the index says it is here, but it is not");
-        }
-        if let Some(stray) = tensors.keys().find(|name| !names.contains(*name)) {
-            bail!("{name}: tensor '{stray}': the index does not say that it is here");
-        }
-        checkpoint.files.push(file);
-        checkpoint.tensors.extend(tensors);
-    }
-    Ok(checkpoint)
-}
-
-/// The tensors that each shard should hold.
-fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
-    #[derive(Deserialize)]
-    struct Index {
-        weight_map: ByTensor<String>,
-    }
-    let index: Index = serde_json::from_slice(content)?;
-    let mut shards = BTreeMap::<String, BTreeSet<String>>::new();
-    for (tensor, shard) in index.weight_map.0 {
-        ensure!(
-            is_plain_name(&shard),
-            "tensor '{tensor}': '{shard}' is not the name of a file in this folder"
-        );
-        shards.entry(shard).or_default().insert(tensor);
-    }
-    Ok(shards)
-}
-
-/// Opens one file and reads its header. `place` is where it stands among the checkpoint's files.
-fn open_file(folder: &Folder, name: &str, place: usize) -> Result<(FileBytes, BTreeMap<String, Entry>)> {
-    let file = folder.open(name)?;
-    let tensors = read_tensors(file.bytes(), place).with_context(|| file.path().display().to_string())?;
-    Ok((file, tensors))
 }
 
 /// The tensors of a file with these bytes.
@@ -164,43 +108,8 @@ impl Described {
                 "tensor '{name}': shape {shape:?} of {ty} needs {needed} bytes, but it has {held}"
             );
         }
-        Ok(Entry { dtype, shape, file, bytes: data_start + begin..data_start + end })
-    }
-}
-
-/// A JSON object by names of tensors. The usual map would silently keep the last of two equal names; here a
-/// name that comes twice is an error, and an error in a value names its tensor.
-struct ByTensor<V>(BTreeMap<String, V>);
-
-impl<'de, V: Deserialize<'de>> Deserialize<'de> for ByTensor<V> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(ByTensorVisitor(PhantomData))
-    }
-}
-
-struct ByTensorVisitor<V>(PhantomData<V>);
-
-impl<'de, V: Deserialize<'de>> Visitor<'de> for ByTensorVisitor<V> {
-    type Value = ByTensor<V>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object by names of tensors")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<ByTensor<V>, A::Error> {
-        let mut entries = BTreeMap::new();
-        while let Some(name) = access.next_key::<String>()? {
-            if name == METADATA {
-                access.next_value::<IgnoredAny>()?;
-                continue;
-            }
-            let value = access.next_value().map_err(|e| Error::custom(format!("tensor '{name}': {e}")))?;
-            if entries.contains_key(&name) {
-                return Err(Error::custom(format!("tensor '{name}': it is described twice")));
-            }
-            entries.insert(name, value);
-        }
-        Ok(ByTensor(entries))
+        let bytes = data_start + begin..data_start + end;
+        Ok(Entry { dtype, shape, file, bytes, layout: Layout::Dense })
     }
 }
 
@@ -237,11 +146,11 @@ mod tests {
         let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
         assert!(checkpoint.names().eq(["a", "b", "none", "one"]));
         let seen: Vec<_> =
-            checkpoint.tensors().map(|t| (t.name, t.quant_type().unwrap(), t.shape, t.bytes)).collect();
-        assert_eq!(seen[0], ("a", QuantType::F32, &[2, 1][..], &DATA[..8]));
-        assert_eq!(seen[1], ("b", QuantType::F16, &[3][..], &DATA[8..14]));
-        assert_eq!(seen[2], ("none", QuantType::F16, &[0, 7][..], &DATA[..0]));
-        assert_eq!(seen[3], ("one", QuantType::BF16, &[][..], &DATA[14..]));
+            checkpoint.tensors().map(|t| (t.name, t.quant_type().unwrap(), t.shape, t.bytes())).collect();
+        assert_eq!(seen[0], ("a", QuantType::F32, &[2, 1][..], DATA[..8].into()));
+        assert_eq!(seen[1], ("b", QuantType::F16, &[3][..], DATA[8..14].into()));
+        assert_eq!(seen[2], ("none", QuantType::F16, &[0, 7][..], DATA[..0].into()));
+        assert_eq!(seen[3], ("one", QuantType::BF16, &[][..], DATA[14..].into()));
         assert_eq!(checkpoint.tensor("b").unwrap().file, path);
         assert!(checkpoint.tensor("c").is_none());
         assert_eq!(checkpoint.total_bytes(), DATA.len());
@@ -257,7 +166,7 @@ mod tests {
             let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
             assert_eq!(checkpoint.tensor("b").unwrap().quant_type().unwrap(), QuantType::F16);
             let tensor = checkpoint.tensor("a").unwrap();
-            assert_eq!((tensor.dtype, tensor.bytes), (&Dtype::Foreign(foreign.into()), &DATA[..8]));
+            assert_eq!((tensor.dtype, tensor.bytes()), (&Dtype::Foreign(foreign.into()), DATA[..8].into()));
             let error = tensor.quant_type().unwrap_err().to_string();
             let expected = format!("{}: tensor 'a': its dtype {foreign} is not supported", path.display());
             assert!(error.starts_with(&expected), "{error}");
@@ -357,8 +266,8 @@ mod tests {
     fn a_sharded_model_is_one_checkpoint() {
         let folder = sharded(&index(SHARDS[0], SHARDS[1]));
         let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
-        assert_eq!(checkpoint.tensor("x").unwrap().bytes, b"xx");
-        assert_eq!(checkpoint.tensor("y").unwrap().bytes, b"yy");
+        assert_eq!(checkpoint.tensor("x").unwrap().bytes(), &b"xx"[..]);
+        assert_eq!(checkpoint.tensor("y").unwrap().bytes(), &b"yy"[..]);
         assert_eq!(checkpoint.tensor("y").unwrap().file, folder.path().join(SHARDS[1]));
         assert!(checkpoint.files().eq(SHARDS.map(|shard| folder.path().join(shard))));
     }

@@ -11,6 +11,7 @@ use super::tensors::{self, Needed, bias_name};
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::{Backend, Norm, QuantType, Rope, Weight};
+use std::borrow::Cow;
 
 /// The layers of one network in a device's memory. An encoder-decoder model has two.
 pub struct Model<Buf> {
@@ -134,7 +135,7 @@ pub fn records(source: &ModelSource) -> Vec<TensorRecord> {
         let name = needed.name();
         let tensor = source.checkpoint.tensor(&name).expect(CHECKED);
         let ty = tensor.quant_type().expect(CHECKED);
-        TensorRecord { ty, shape: needed.shape, bytes: tensor.bytes.len(), name }
+        TensorRecord { ty, shape: needed.shape, bytes: tensor.bytes_len(), name }
     };
     tensors::needed(&source.spec).map(record).collect()
 }
@@ -193,7 +194,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn matrix(&mut self, name: &str, out: usize, inp: usize) -> Result<Weight<B::Buf>> {
         let (ty, bytes) = self.take(name, &[out, inp])?;
         self.backend
-            .upload_weight(ty, out, inp, bytes)
+            .upload_weight(ty, out, inp, &bytes)
             .with_context(|| format!("tensor '{name}' of {} bytes", bytes.len()))
     }
 
@@ -201,7 +202,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn vector(&mut self, name: &str, width: usize) -> Result<B::Buf> {
         let (ty, bytes) = self.take(name, &[width])?;
         let mut values = vec![0f32; width];
-        (ty.row().dequantize)(bytes, &mut values);
+        (ty.row().dequantize)(&bytes, &mut values);
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.upload(&bytes).with_context(|| format!("tensor '{name}'"))
     }
@@ -221,7 +222,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// The numbers of the tensor of that name, if it has that shape; records that it was used.
-    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(QuantType, &'a [u8])> {
+    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(QuantType, Cow<'a, [u8]>)> {
         let checkpoint = self.checkpoint;
         let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
         if tensor.shape != shape {
@@ -231,7 +232,7 @@ impl<'a, B: Backend> Loader<'a, B> {
                 tensor.shape
             );
         }
-        let (ty, bytes) = (tensor.quant_type()?, tensor.bytes);
+        let (ty, bytes) = (tensor.quant_type()?, tensor.bytes());
         let record = TensorRecord { name: name.to_owned(), ty, shape: shape.to_vec(), bytes: bytes.len() };
         self.tensors.push(record);
         Ok((ty, bytes))

@@ -9,9 +9,9 @@ use super::synthetic::Shape;
 use super::tensors;
 use crate::demo;
 use crate::formats::{
-    ChatFiles, Checkpoint, Folder, GenerationConfig, HubConfig, Llama2cHeader, SamplingDefaults,
+    ChatFiles, Checkpoint, Folder, GenerationConfig, HubConfig, Llama2cHeader, SamplingDefaults, is_pytorch,
 };
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -65,7 +65,7 @@ pub struct ModelSource {
 /// How the model lies on disk, or in the program.
 #[derive(Clone, Debug)]
 pub enum SourceKind {
-    /// A folder with config.json, tokenizer.json and safetensors.
+    /// A folder with config.json, tokenizer.json and safetensors, or what PyTorch saved.
     HubFolder(Folder),
     /// A llama2.c checkpoint, its tokenizer beside it.
     Llama2c,
@@ -122,6 +122,11 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let found = path.metadata().with_context(|| format!("cannot open the model {}", path.display()))?;
     match found.is_dir() {
         true => open_folder(Folder::disk(path), spec_file),
+        false if is_pytorch(path)? => bail!(
+            "{}: PyTorch's weights are opened by their folder: name the one that has them as pytorch_model.bin, \
+             with config.json and tokenizer.json beside them",
+            path.display()
+        ),
         false => open_llama2c(path, spec_file),
     }
 }
@@ -133,7 +138,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
     Ok(ModelSource {
         path: folder.path(),
         spec: spec.resolve(&config)?,
-        checkpoint: Checkpoint::open_safetensors(&folder)?,
+        checkpoint: Checkpoint::open_folder(&folder)?,
         eos: generation.eos,
         defaults: generation.sampling,
         unserved: generation.unserved,
@@ -256,7 +261,7 @@ mod tests {
             assert!(program.checkpoint.names().eq(disk.checkpoint.names()));
             for (ours, theirs) in program.checkpoint.tensors().zip(disk.checkpoint.tensors()) {
                 assert_eq!((ours.dtype, ours.shape), (theirs.dtype, theirs.shape), "{}", ours.name);
-                assert!(ours.bytes == theirs.bytes, "{}", ours.name);
+                assert!(ours.bytes() == theirs.bytes(), "{}", ours.name);
             }
         }
     }
@@ -278,7 +283,7 @@ mod tests {
         let source = ModelSource::open(&ModelRef::Demo, None).unwrap();
         let (_, weights) = demo::DEMO.files.iter().find(|(name, _)| *name == "model.safetensors").unwrap();
         for tensor in source.checkpoint.tensors() {
-            assert!(weights.as_ptr_range().contains(&tensor.bytes.as_ptr()), "{}", tensor.name);
+            assert!(weights.as_ptr_range().contains(&tensor.bytes().as_ptr()), "{}", tensor.name);
         }
     }
 
@@ -310,6 +315,42 @@ mod tests {
         let error = format!("{:#}", source.err().unwrap());
         let file = folder.path().join("generation_config.json");
         assert!(error.contains(file.to_str().unwrap()) && error.contains("'min_p'"), "{error}");
+    }
+
+    #[test]
+    fn safetensors_come_first_and_a_folder_without_weights_says_what_it_looked_for() {
+        let (_folder, source) = with_file("pytorch_model.bin", b"not looked at");
+        assert!(source.is_ok());
+
+        let (folder, _) = with_file("pytorch_model.bin", b"looked at");
+        std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+        let refused = || {
+            let source = ModelSource::open(&ModelRef::Path(folder.path().to_owned()), None);
+            format!("{:#}", source.err().unwrap())
+        };
+        let file = folder.path().join("pytorch_model.bin");
+        assert!(refused().starts_with(file.to_str().unwrap()), "{}", refused());
+        std::fs::remove_file(file).unwrap();
+        let names = ["model.safetensors", "pytorch_model.bin"];
+        let error = refused();
+        for name in names {
+            assert!(error.contains(&format!("{name} or {name}.index.json")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_pytorch_file_by_itself_is_told_to_come_with_its_folder() {
+        for container in ["zip", "stream"] {
+            let weights = on_disk("tests/fixtures/pickle").join(container).join("pytorch_model.bin");
+            let folder = Scratch::new();
+            for name in ["model.pt", "model.pth", "pytorch_model.bin"] {
+                let path = folder.write(name, &std::fs::read(&weights).unwrap());
+                let error =
+                    format!("{:#}", ModelSource::open(&ModelRef::Path(path.clone()), None).err().unwrap());
+                let expected = format!("{}: PyTorch's weights are opened by their folder", path.display());
+                assert!(error.starts_with(&expected), "{error}");
+            }
+        }
     }
 
     /// The fixture's weights with an edited header.

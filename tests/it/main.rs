@@ -16,6 +16,7 @@ mod load;
 mod models;
 mod monitoring;
 mod oracle;
+mod pickles;
 mod policies;
 mod properties;
 mod run;

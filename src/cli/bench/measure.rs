@@ -80,7 +80,7 @@ fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
 fn bytes_per_step(source: &ModelSource) -> usize {
     let (spec, checkpoint) = (&source.spec, &source.checkpoint);
     let looked_up = if spec.tied_head { None } else { checkpoint.tensor(&spec.tensors.embedding) };
-    checkpoint.total_bytes() - looked_up.map_or(0, |embedding| embedding.bytes.len())
+    checkpoint.total_bytes() - looked_up.map_or(0, |embedding| embedding.bytes_len())
 }
 
 /// Prompts of ordinary tokens, another one each time, and the same ones in each run.
@@ -186,7 +186,7 @@ mod tests {
             |name| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
         let (tied, own) = (source(fixture("tied")), source(fixture("mha")));
         assert_eq!(bytes_per_step(&tied), tied.checkpoint.total_bytes());
-        let embedding = own.checkpoint.tensor(&own.spec.tensors.embedding).unwrap().bytes.len();
+        let embedding = own.checkpoint.tensor(&own.spec.tensors.embedding).unwrap().bytes_len();
         assert_eq!(bytes_per_step(&own), own.checkpoint.total_bytes() - embedding);
     }
 }

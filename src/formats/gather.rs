@@ -1,0 +1,132 @@
+//! Numbers that a file has in another order or type than they are wanted in: each is picked by its strides.
+//!
+//! Invariant: every number that the strides reach lies inside the stored bytes, and there are no more of them
+//! than the file holds. Whoever makes a [`Gather`] has checked both.
+
+use super::elements;
+
+/// How to pick a tensor's numbers out of its bytes.
+#[derive(Debug)]
+pub(super) struct Gather {
+    /// From one index of a dimension to the next, in stored numbers.
+    pub(super) strides: Vec<usize>,
+    pub(super) stored: Stored,
+}
+
+/// What is stored where a number is wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stored {
+    /// The number itself, of that many bytes.
+    Itself(usize),
+    /// An f64, where an f32 is wanted: the nearest.
+    Double,
+}
+
+impl Stored {
+    /// Bytes of a number as it is stored.
+    fn stored_bytes(self) -> usize {
+        match self {
+            Stored::Itself(bytes) => bytes,
+            Stored::Double => size_of::<f64>(),
+        }
+    }
+
+    /// Bytes of a number as it is wanted.
+    fn wanted_bytes(self) -> usize {
+        match self {
+            Stored::Itself(bytes) => bytes,
+            Stored::Double => size_of::<f32>(),
+        }
+    }
+
+    fn push(self, number: &[u8], out: &mut Vec<u8>) {
+        match self {
+            Stored::Itself(_) => out.extend_from_slice(number),
+            Stored::Double => {
+                let bytes = number.try_into().expect("a double has eight bytes; this is a bug");
+                out.extend_from_slice(&(f64::from_le_bytes(bytes) as f32).to_le_bytes());
+            }
+        }
+    }
+}
+
+impl Gather {
+    /// Bytes of all numbers as they are wanted.
+    pub(super) fn bytes_len(&self, shape: &[usize]) -> usize {
+        count(shape) * self.stored.wanted_bytes()
+    }
+
+    /// The numbers of a tensor of that shape whose bytes are `stored`, row-major.
+    pub(super) fn numbers(&self, stored: &[u8], shape: &[usize]) -> Vec<u8> {
+        let width = self.stored.stored_bytes();
+        let mut out = Vec::with_capacity(self.bytes_len(shape));
+        let mut index = vec![0; shape.len()];
+        let mut at = 0;
+        for _ in 0..count(shape) {
+            self.stored.push(&stored[at * width..][..width], &mut out);
+            at = self.next(&mut index, at, shape);
+        }
+        out
+    }
+
+    /// Counts `index` up, its last dimension fastest; from where its number is to where the next one is.
+    fn next(&self, index: &mut [usize], mut at: usize, shape: &[usize]) -> usize {
+        for ((i, &size), &stride) in index.iter_mut().zip(shape).zip(&self.strides).rev() {
+            if *i + 1 < size {
+                *i += 1;
+                return at + stride;
+            }
+            at -= *i * stride;
+            *i = 0;
+        }
+        at
+    }
+}
+
+fn count(shape: &[usize]) -> usize {
+    elements(shape).expect("counted when the tensor was found; this is a bug")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_is_the_one_its_strides_lead_to() {
+        let stored: Vec<u8> = (0..120).collect();
+        for (shape, strides) in [
+            (vec![5, 4, 3], vec![1, 5, 20]),
+            (vec![4, 5], vec![1, 4]),
+            (vec![2, 3], vec![7, 2]),
+            (vec![3, 2], vec![0, 1]),
+            (vec![6], vec![2]),
+            (vec![2, 0], vec![1, 1]),
+            (vec![], vec![]),
+        ] {
+            let gather = Gather { strides: strides.clone(), stored: Stored::Itself(2) };
+            let picked = gather.numbers(&stored, &shape);
+            let total: usize = shape.iter().product();
+            assert_eq!(picked.len(), gather.bytes_len(&shape));
+            for flat in 0..total {
+                let mut rest = flat;
+                let mut at = 0;
+                for (size, stride) in shape.iter().zip(&strides).rev() {
+                    at += rest % size * stride;
+                    rest /= size;
+                }
+                assert_eq!(picked[2 * flat..][..2], stored[2 * at..][..2], "{shape:?} {strides:?} {flat}");
+            }
+        }
+    }
+
+    #[test]
+    fn doubles_become_the_nearest_floats() {
+        let doubles = [1.5, -0.1, 1e300, f64::MIN_POSITIVE, std::f64::consts::PI];
+        let stored: Vec<u8> = doubles.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let gather = Gather { strides: vec![1], stored: Stored::Double };
+        let floats = [1.5f32, -0.1, f32::INFINITY, 0.0, std::f32::consts::PI];
+        let expected: Vec<u8> = floats.iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(gather.numbers(&stored, &[5]), expected);
+        assert_eq!(gather.bytes_len(&[5]), 20);
+    }
+}
