@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Where older folders name the tokens that those settings do not.
-const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+pub const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 
 /// The template alone, as text; and as it lies beside models that see pictures too, within JSON.
 const TEMPLATE_FILE: &str = "chat_template.jinja";

@@ -52,6 +52,21 @@ impl Folder {
         }
     }
 
+    /// The names of all files and of folders within, in order.
+    pub fn names(&self) -> Result<Vec<String>> {
+        let mut names: Vec<String> = match self {
+            Folder::Embedded(folder) => folder.files.iter().map(|(name, _)| (*name).to_owned()).collect(),
+            Folder::Disk(path) => {
+                let list = || std::fs::read_dir(path)?.collect::<std::io::Result<Vec<_>>>();
+                let entries = list().with_context(|| format!("cannot list {}", path.display()))?;
+                // No file that anything looks for has a name that is no text.
+                entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect()
+            }
+        };
+        names.sort_unstable();
+        Ok(names)
+    }
+
     /// A file's content; `None` when there is no such file.
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>> {
         match self {
@@ -163,6 +178,7 @@ mod tests {
                 assert_eq!(folder.open(name).unwrap().path(), folder.file(name));
             }
             assert_eq!(folder.read_text("a").unwrap().unwrap(), "first");
+            assert_eq!(folder.names().unwrap(), ["a", "b"]);
             assert!(!folder.has("c") && folder.read("c").unwrap().is_none());
             assert!(folder.read_text("c").unwrap().is_none());
         }
@@ -171,6 +187,9 @@ mod tests {
     #[test]
     fn errors_name_the_file() {
         let scratch = Scratch::new();
+        let absent = scratch.path().join("absent");
+        let error = format!("{:#}", Folder::disk(&absent).names().unwrap_err());
+        assert!(error.starts_with(&format!("cannot list {}: ", absent.display())), "{error}");
         scratch.write("b", b"\xff");
         for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES)] {
             let refusals = [

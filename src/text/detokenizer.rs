@@ -2,7 +2,7 @@
 //!
 //! Invariant: never half a character leaves, and the state is bounded: a few bytes, or a few tokens.
 
-use super::tokenizer::{Joining, Tokenizer};
+use super::tokenizer::{Joining, Opening, Tokenizer};
 use std::sync::Arc;
 
 /// How many of a prompt's last tokens are looked at. Each has at least a byte, and a character has at most
@@ -23,7 +23,7 @@ pub struct Detokenizer {
 /// What of the text so far bears on the text to come.
 enum Tail {
     /// Bytes joined side by side: the beginning of a character, at most three bytes.
-    Bytes { pending: Vec<u8>, drops_space: bool },
+    Bytes { pending: Vec<u8>, opening: Opening },
     /// Tokens joined by the library: those shown last, and after them those held back.
     Tokens { ids: Vec<u32>, shown: usize },
 }
@@ -32,9 +32,7 @@ impl Detokenizer {
     /// A detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Detokenizer {
         let tail = match tokenizer.joining() {
-            Joining::Bytes { drops_first_space } => {
-                Tail::Bytes { pending: Vec::new(), drops_space: drops_first_space }
-            }
+            Joining::Bytes { opening } => Tail::Bytes { pending: Vec::new(), opening },
             Joining::Library => Tail::Tokens { ids: Vec::new(), shown: 0 },
         };
         Detokenizer { tokenizer, skip_special, tail }
@@ -43,6 +41,11 @@ impl Detokenizer {
     /// Goes on after a prompt, whose text does not leave. A character that the prompt begins leaves whole
     /// once it is complete.
     pub fn with_prompt(mut self, prompt: &[u32]) -> Detokenizer {
+        if let Tail::Bytes { opening, .. } = &mut self.tail
+            && prompt.iter().any(|id| is_text(&self.tokenizer, *id, self.skip_special))
+        {
+            *opening = Opening::Kept;
+        }
         let spoken = prompt.iter().rev().filter(|id| self.tokenizer.is_spoken(**id, self.skip_special));
         let last: Vec<u32> = spoken.take(PROMPT_TOKENS).copied().collect();
         for id in last.into_iter().rev() {
@@ -57,10 +60,10 @@ impl Detokenizer {
             return String::new();
         }
         match &mut self.tail {
-            Tail::Bytes { pending, drops_space } => {
+            Tail::Bytes { pending, opening } => {
                 let bytes = self.tokenizer.token_bytes(id);
-                let dropped = usize::from(*drops_space && bytes.first() == Some(&b' '));
-                *drops_space = false;
+                let (dropped, after) = opening.dropped(bytes);
+                *opening = after;
                 pending.extend_from_slice(&bytes[dropped..]);
                 take_certain(pending)
             }
@@ -96,6 +99,11 @@ impl Detokenizer {
             }
         }
     }
+}
+
+/// Whether a token has a part in the text that is not all spaces.
+fn is_text(tokenizer: &Tokenizer, id: u32, skip_special: bool) -> bool {
+    tokenizer.is_spoken(id, skip_special) && tokenizer.token_bytes(id).iter().any(|byte| *byte != b' ')
 }
 
 /// What the tokens after the first `shown` add to the text of these.
@@ -134,11 +142,14 @@ fn is_beginning(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
     use crate::text::samples::{Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece};
+    use crate::text::tokenizer::fixtures;
 
     fn samples() -> Vec<Arc<Tokenizer>> {
         let hubs = [byte_level(), byte_fallback(), word_piece(), metaspace()]
             .map(|sample| hub(&sample, None).unwrap());
-        hubs.into_iter().chain([llama2c()]).map(Arc::new).collect()
+        let small = hubs.into_iter().chain([llama2c()]);
+        let fixtures = fixtures::folders().into_iter().chain(fixtures::ggufs()).map(|case| case.tokenizer);
+        small.chain(fixtures).map(Arc::new).collect()
     }
 
     /// What leaves for `answer` after `prompt`, piece by piece, the rest last.
@@ -157,7 +168,7 @@ mod tests {
             // Half of all ids from the end of the vocabulary, where text is; a few beyond it.
             let vocab = tokenizer.vocab_size();
             let mut compared = 0;
-            for _ in 0..2_000 {
+            for _ in 0..1_000 {
                 let ids: Vec<u32> = (0..dice.below(30))
                     .map(|_| if dice.below(2) == 0 { dice.below(vocab + 2) } else { vocab - 1 - dice.below(8) } as u32)
                     .collect();
@@ -173,7 +184,7 @@ mod tests {
                 compared += 1;
                 assert_eq!(pieces, all[before.len()..], "{tokenizer:?} {skip} {prompt:?} {answer:?}");
             }
-            assert!(compared > 500, "{compared}");
+            assert!(compared > 250, "{compared}");
         }
     }
 

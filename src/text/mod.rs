@@ -4,9 +4,6 @@
 
 pub mod tokenizer;
 
-mod pieces;
-mod scored_bpe;
-
 mod jinja;
 
 pub mod detokenizer;
@@ -21,4 +18,4 @@ mod samples;
 pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use stop::StopMatcher;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{GgufVocabulary, Tokenizer};

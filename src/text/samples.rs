@@ -2,7 +2,8 @@
 //!
 //! Invariant: the same seed gives the same vocabulary and the same throws.
 
-use super::tokenizer::{Tokenizer, byte_of_character};
+use super::tokenizer::Tokenizer;
+use super::tokenizer::spelling::byte_of_character;
 use crate::formats::scratch::Scratch;
 use mainstem_kernels::random::philox;
 use serde_json::{Map, Value, json};
@@ -30,6 +31,13 @@ impl Dice {
     pub(crate) fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
         &from[self.below(from.len())]
     }
+}
+
+/// What comes of work that takes a second or two. If it takes minutes, that is a failure.
+pub(crate) fn soon<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || tell.send(work()));
+    told.recv_timeout(std::time::Duration::from_secs(100)).expect("it ends in seconds, not in minutes")
 }
 
 /// A vocabulary of llama2.c: controls, bytes, `letters`, and `merged` joint pieces with few different scores.

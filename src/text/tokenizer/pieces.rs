@@ -31,6 +31,14 @@ impl Pieces {
     }
 }
 
+impl FromIterator<Vec<u8>> for Pieces {
+    fn from_iter<T: IntoIterator<Item = Vec<u8>>>(all: T) -> Pieces {
+        let mut pieces = Pieces::default();
+        all.into_iter().for_each(|piece| pieces.push(&piece));
+        pieces
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,124 @@
+//! Every kind of vocabulary against the library it belongs to: sentencepiece, transformers, tiktoken,
+//! llama.cpp.
+//!
+//! Invariant: a text's ids are the library's, one by one, and so is the text of ids.
+
+use super::Tokenizer;
+use super::fixtures::{Case, folders, ggufs, texts, vocabulary};
+use serde_json::Value;
+use std::path::Path;
+
+/// What the library says, as ids.
+fn ids(value: &Value) -> Vec<u32> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+/// Where we depart from llama.cpp: in which case, in texts with what, and why.
+const DEPARTURES: [(&str, &str, &str); 9] = [
+    ("llama", "<tool>", "pieces that users define are no special tokens: no space is put after them"),
+    ("t5", "\u{ad}", "a rule's own spaces are not merged"),
+    ("t5", "\u{2581}", "spaces at the end go, however they are spelled"),
+    ("bert", "\u{b}", "control characters are left out"),
+    ("bert", "\u{93f}", "of marks, only those without width are left out"),
+    ("qwen2", "\u{301}", "characters are composed"),
+    ("qwen2", "\u{3099}", "characters are composed"),
+    ("qwen2", "\u{1100}", "characters are composed"),
+    ("qwen2", "\u{212a}", "characters are composed"),
+];
+
+/// The texts whose ids are not the library's.
+fn differing(case: &Case) -> Vec<String> {
+    let Case { name, tokenizer, answers } = case;
+    let [before, after] = ["before", "after"].map(|key| ids(&answers[key]));
+    let mut differing = Vec::new();
+    for (text, expected) in texts().into_iter().zip(answers["ids"].as_array().unwrap()) {
+        let found = tokenizer.encode(&text, false).unwrap();
+        let whole = [&before[..], &found, &after].concat();
+        assert_eq!(tokenizer.encode(&text, true).unwrap(), whole, "{name}: {text:?}");
+        if found != ids(expected) {
+            differing.push(text);
+        }
+    }
+    differing
+}
+
+#[test]
+fn folders_encode_as_their_libraries_do() {
+    for case in folders() {
+        assert_eq!(differing(&case), [""; 0], "{}", case.name);
+    }
+}
+
+#[test]
+fn gguf_vocabularies_encode_as_llama_cpp_does() {
+    let mut departures = Vec::new();
+    for case in ggufs() {
+        for text in differing(&case) {
+            let known =
+                DEPARTURES.iter().position(|(name, part, _)| case.name == *name && text.contains(part));
+            departures.push(known.unwrap_or_else(|| panic!("{}: {text:?}", case.name)));
+        }
+    }
+    departures.sort_unstable();
+    departures.dedup();
+    assert_eq!(departures.len(), DEPARTURES.len(), "one is none any more: {departures:?}");
+}
+
+#[test]
+fn folders_decode_as_their_libraries_do() {
+    let mut compared = 0;
+    for Case { name, tokenizer, answers } in folders() {
+        for pair in answers["decoded"].as_array().unwrap() {
+            let ids = ids(&pair[0]);
+            let text = tokenizer.decode(&ids, true).unwrap();
+            assert_eq!(text, pair[1].as_str().unwrap(), "{name}: {ids:?}");
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 7 * 30);
+}
+
+#[test]
+fn tokens_have_the_ids_that_their_class_gives_them() {
+    for Case { name, tokenizer, answers } in folders() {
+        for (found, key) in [(tokenizer.bos_id(), "bos"), (tokenizer.eos_id(), "eos")] {
+            let expected = answers[key].as_u64();
+            assert!(expected.is_none() || found.map(u64::from) == expected, "{name}: {key} {found:?}");
+        }
+        for (token, id) in answers["tokens"].as_object().into_iter().flatten() {
+            let id = id.as_u64().unwrap() as u32;
+            assert_eq!(tokenizer.encode(token, false).unwrap(), [id], "{name}: {token}");
+            assert!(tokenizer.is_special(id) && tokenizer.token_text(id) == *token, "{name}: {token}");
+        }
+    }
+}
+
+#[test]
+fn texts_come_back_from_the_ids_of_vocabularies_that_lose_nothing() {
+    let kept = ["llama", "ties, no prefix, EOS", "gpt2", "roberta", "ranks alone", "own pattern"];
+    let mut compared = 0;
+    for Case { name, tokenizer, .. } in folders().iter().filter(|case| kept.contains(&case.name.as_str())) {
+        // Special tokens stand for themselves; the space that a model puts after one is its own.
+        for text in texts().iter().filter(|text| !text.contains(['<', '\u{2581}'])) {
+            let ids = tokenizer.encode(text, true).unwrap();
+            assert_eq!(tokenizer.decode(&ids, true).unwrap(), *text, "{name}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 200, "{compared}");
+}
+
+#[test]
+fn gguf_tokens_without_types_have_those_of_their_names_and_roles() {
+    for case in ggufs().into_iter().filter(|case| ["llama", "gpt-2"].contains(&case.name.as_str())) {
+        let mut keys = case.answers["all"].clone();
+        keys.as_object_mut().unwrap().remove("token_type");
+        let bare = Tokenizer::from_gguf(Path::new("bare.gguf"), &vocabulary(&keys)).unwrap();
+        let (bos, eos) = (bare.bos_id().unwrap(), bare.eos_id().unwrap());
+        assert!(bare.is_special(bos) && bare.is_special(eos), "{}", case.name);
+        for text in ["Hello \u{1f600} world", &case.tokenizer.token_text(eos)] {
+            let ids = case.tokenizer.encode(text, true).unwrap();
+            assert_eq!(bare.encode(text, true).unwrap(), ids, "{}: {text}", case.name);
+        }
+    }
+}

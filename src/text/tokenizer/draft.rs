@@ -1,0 +1,47 @@
+//! A tokenizer in the making: what every kind of vocabulary but the library's own comes to.
+//!
+//! Invariant: an added token's bytes are its name, whatever the vocabulary has at its id.
+
+use super::json::library_pieces;
+use super::pieces::Pieces;
+use super::pipeline::{Pipeline, Stages};
+use super::{Around, Encoder, Joining, Tokenizer};
+use anyhow::Result;
+use std::collections::BTreeMap;
+use tokenizers::AddedToken;
+
+/// What a tokenizer is made of.
+pub struct Draft {
+    pub stages: Stages,
+    pub joining: Joining,
+    /// What each id spells; without meaning if the library joins.
+    pub pieces: BTreeMap<u32, Vec<u8>>,
+    /// In the order of ids.
+    pub added: Vec<(u32, AddedToken)>,
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub around: Around,
+}
+
+impl Draft {
+    /// The tokenizer.
+    pub fn finish(self) -> Result<Tokenizer> {
+        let Draft { stages, joining, mut pieces, added, bos, eos, around } = self;
+        let pipeline = Pipeline::new(stages, &added)?;
+        pieces.extend(added.iter().map(|(id, token)| (*id, token.content.clone().into_bytes())));
+        let largest = pieces.last_key_value().map_or(0, |(id, _)| *id);
+        let pieces: Pieces = match joining {
+            Joining::Bytes { .. } => (0..=largest).map(|id| pieces.remove(&id).unwrap_or_default()).collect(),
+            Joining::Library => library_pieces(&pipeline, largest)?,
+        };
+        let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let encoder = Encoder::Pipeline(Box::new(pipeline));
+        Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, around })
+    }
+}
+
+/// The id of a token, an added one before one of the vocabulary.
+pub fn id_of(added: &[(u32, AddedToken)], find: impl Fn(&str) -> Option<u32>, name: &str) -> Option<u32> {
+    let added = added.iter().find(|(_, token)| token.content == name);
+    added.map(|(id, _)| *id).or_else(|| find(name))
+}

@@ -1,0 +1,101 @@
+//! The small vocabularies of tests/fixtures/tokenizers, with the answers of the libraries that they belong
+//! to.
+//!
+//! Invariant: nothing here knows how any of them should be read.
+
+use super::{GgufVocabulary, Tokenizer};
+use crate::formats::scratch::Scratch;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A tokenizer and what its library says of it.
+pub(crate) struct Case {
+    pub name: String,
+    pub tokenizer: Tokenizer,
+    /// What the library says: ids of every text, and what else it was asked. For a GGUF file, `all` has its
+    /// keys.
+    pub answers: Value,
+}
+
+/// What is encoded.
+pub(crate) fn texts() -> Vec<String> {
+    serde_json::from_value(read("texts.json")).unwrap()
+}
+
+/// Vocabularies that lie in folders.
+pub(crate) fn folders() -> Vec<Case> {
+    let case = |answers: &Value| {
+        let scratch = lay(&answers["files"]);
+        case(answers, Tokenizer::from_folder(&scratch.folder()))
+    };
+    read("folders.json").as_array().unwrap().iter().map(case).collect()
+}
+
+/// Vocabularies that lie in GGUF files.
+pub(crate) fn ggufs() -> Vec<Case> {
+    let all = read("gguf.json");
+    let case = |answers: &Value| {
+        let mut answers = answers.clone();
+        let mut keys = all["vocabularies"][answers["vocabulary"].as_str().unwrap()].clone();
+        keys.as_object_mut().unwrap().extend(answers["keys"].as_object().unwrap().clone());
+        let tokenizer = Tokenizer::from_gguf(Path::new("vocabulary.gguf"), &vocabulary(&keys));
+        answers["all"] = keys;
+        case(&answers, tokenizer)
+    };
+    all["cases"].as_array().unwrap().iter().map(case).collect()
+}
+
+/// A folder of these files: each a fixture's name, or what stands in it.
+pub(crate) fn lay(files: &Value) -> Scratch {
+    let scratch = Scratch::new();
+    for (name, source) in files.as_object().unwrap() {
+        let content = match source.as_str() {
+            Some(fixture) => std::fs::read(path("files").join(fixture)).unwrap(),
+            None => source.to_string().into_bytes(),
+        };
+        scratch.write(name, &content);
+    }
+    scratch
+}
+
+/// A GGUF file's keys.
+pub(crate) fn vocabulary(keys: &Value) -> GgufVocabulary {
+    fn list<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
+        serde_json::from_value(value.clone()).unwrap_or_default()
+    }
+    let id = |key: &str| keys[key].as_u64().map(|id| id as u32);
+    GgufVocabulary {
+        model: keys["model"].as_str().unwrap().to_owned(),
+        pre: keys["pre"].as_str().map(str::to_owned),
+        tokens: list(&keys["tokens"]),
+        scores: list(&keys["scores"]),
+        token_type: list(&keys["token_type"]),
+        merges: list(&keys["merges"]),
+        bos_token_id: id("bos_token_id"),
+        eos_token_id: id("eos_token_id"),
+        unknown_token_id: id("unknown_token_id"),
+        separator_token_id: id("seperator_token_id"),
+        cls_token_id: id("cls_token_id"),
+        add_bos_token: keys["add_bos_token"].as_bool(),
+        add_eos_token: keys["add_eos_token"].as_bool(),
+        add_space_prefix: keys["add_space_prefix"].as_bool(),
+        remove_extra_whitespaces: keys["remove_extra_whitespaces"].as_bool(),
+        precompiled_charsmap: list(&keys["precompiled_charsmap"]),
+        lowercase: keys["lowercase"].as_bool(),
+        strip_accents: keys["strip_accents"].as_bool(),
+    }
+}
+
+fn case(answers: &Value, tokenizer: anyhow::Result<Tokenizer>) -> Case {
+    let name = answers["name"].as_str().unwrap().to_owned();
+    let tokenizer = tokenizer.unwrap_or_else(|error| panic!("{name}: {error:#}"));
+    Case { name, tokenizer, answers: answers.clone() }
+}
+
+fn read(name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(path(name)).unwrap()).unwrap()
+}
+
+fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizers").join(name)
+}

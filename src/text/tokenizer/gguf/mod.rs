@@ -1,0 +1,221 @@
+//! Vocabularies within GGUF files, by the kinds that `tokenizer.ggml.model` names: "llama", "gpt2", "bert"
+//! and "t5".
+//!
+//! Invariant: text becomes the ids that llama.cpp gives it, except where that departs from the tokenizer that
+//! the model was trained with.
+
+mod pre;
+
+use super::added::{Added, resolve};
+use super::byte_level::ByteLevel;
+use super::draft::Draft;
+use super::sentencepiece::normalizer::{Prefix, SpaceSpelling, Spaces};
+use super::sentencepiece::pieces::{Cutting, Piece, PieceKind, Vocabulary};
+use super::spelling::byte_of_name;
+use super::word_piece::{self, CONTINUED, Cleaning};
+use super::{Around, Joining, Opening, Tokenizer, splits};
+use anyhow::{Context, Result, bail, ensure};
+use pre::Pre;
+use std::collections::HashMap;
+use tokenizers::AddedToken;
+
+/// What a GGUF file says of its vocabulary, by the names of its keys after `tokenizer.ggml.`; what it does
+/// not say is `None` or empty.
+#[derive(Clone, Debug, Default)]
+pub struct GgufVocabulary {
+    pub model: String,
+    pub pre: Option<String>,
+    pub tokens: Vec<String>,
+    pub scores: Vec<f32>,
+    pub token_type: Vec<i32>,
+    pub merges: Vec<String>,
+    pub bos_token_id: Option<u32>,
+    pub eos_token_id: Option<u32>,
+    pub unknown_token_id: Option<u32>,
+    /// The key is spelled `seperator_token_id`.
+    pub separator_token_id: Option<u32>,
+    pub cls_token_id: Option<u32>,
+    pub add_bos_token: Option<bool>,
+    pub add_eos_token: Option<bool>,
+    pub add_space_prefix: Option<bool>,
+    pub remove_extra_whitespaces: Option<bool>,
+    pub precompiled_charsmap: Vec<u8>,
+    /// The keys are `normalizer.lowercase` and `normalizer.strip_accents`.
+    pub lowercase: Option<bool>,
+    pub strip_accents: Option<bool>,
+}
+
+/// The tokenizer of a file.
+pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
+    file.check()?;
+    let draft = match file.model.as_str() {
+        "llama" => scored(file, Cutting::Bpe),
+        "t5" => scored(file, Cutting::Unigram),
+        "gpt2" => byte_level(file),
+        "bert" => word_pieces(file),
+        "none" | "no_vocab" => bail!("it has no tokenizer"),
+        other => bail!("its tokenizer '{other}' is not supported (supported: llama, gpt2, bert, t5)"),
+    };
+    draft?.finish()
+}
+
+impl GgufVocabulary {
+    fn check(&self) -> Result<()> {
+        let count = self.tokens.len();
+        ensure!(count > 0, "its vocabulary is empty");
+        for (what, len) in [("scores", self.scores.len()), ("types", self.token_type.len())] {
+            ensure!(len == 0 || len >= count, "it has {count} tokens, and {what} for {len} of them");
+        }
+        let named = [
+            ("bos", self.bos_token_id),
+            ("eos", self.eos_token_id),
+            ("unknown", self.unknown_token_id),
+            ("seperator", self.separator_token_id),
+            ("cls", self.cls_token_id),
+        ];
+        for (what, id) in named {
+            let id = id.unwrap_or(0);
+            ensure!((id as usize) < count, "its {what}_token_id is {id}, and it has {count} tokens");
+        }
+        let mut ids = HashMap::new();
+        for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
+            if let Some(other) = ids.insert(token, id) {
+                bail!("its tokens {other} and {id} are both '{token}'");
+            }
+        }
+        Ok(())
+    }
+
+    /// The kind of a token: what the file says, or what its name and role say.
+    fn kind(&self, id: u32) -> Result<PieceKind> {
+        let token = &self.tokens[id as usize];
+        let ends = [self.bos_token_id, self.eos_token_id, self.cls_token_id, self.separator_token_id];
+        let usual = match byte_of_name(token) {
+            _ if token.is_empty() || ends.contains(&Some(id)) => PieceKind::Control,
+            _ if self.unknown_token_id == Some(id) => PieceKind::Unknown,
+            Some(_) => PieceKind::Byte,
+            None => PieceKind::Normal,
+        };
+        let said = self.token_type.get(id as usize).copied().filter(|_| !token.is_empty());
+        // Some files call every token normal; 0 is "undefined".
+        match (said, usual) {
+            (None | Some(0), _) | (Some(1), PieceKind::Control) => Ok(usual),
+            (Some(number), _) => PieceKind::of(i64::from(number)).with_context(|| format!("token {id}")),
+        }
+    }
+
+    /// An id that the file gives, or what its kind has unless it says otherwise.
+    fn id(&self, given: Option<u32>, usual: u32) -> Option<u32> {
+        Some(given.unwrap_or(usual)).filter(|id| (*id as usize) < self.tokens.len())
+    }
+
+    /// Tokens that are found in a text before it is cut.
+    fn added(&self) -> Result<Vec<(u32, AddedToken)>> {
+        let mut added = Vec::new();
+        for (id, token) in (0u32..).zip(&self.tokens).filter(|(_, token)| !token.is_empty()) {
+            let is_special = match self.kind(id)? {
+                PieceKind::Control | PieceKind::Unknown => true,
+                PieceKind::UserDefined => false,
+                _ => continue,
+            };
+            added.push(Added::at(id, AddedToken::from(token, is_special).normalized(false)));
+        }
+        resolve(added, self.tokens.len() as u32, |_| None)
+    }
+}
+
+/// Pieces with scores, as sentencepiece has them.
+fn scored(file: &GgufVocabulary, cutting: Cutting) -> Result<Draft> {
+    let is_bpe = cutting == Cutting::Bpe;
+    let has_prefix = file.add_space_prefix.unwrap_or(is_bpe);
+    let vocabulary = Vocabulary {
+        pieces: pieces(file, if is_bpe { 0 } else { 2 })?,
+        cutting,
+        charsmap: file.precompiled_charsmap.clone(),
+        prefix: if has_prefix { Prefix::Always } else { Prefix::Never },
+        spaces: if file.remove_extra_whitespaces == Some(true) { Spaces::Merged } else { Spaces::Kept },
+        spelling: SpaceSpelling::Symbol,
+    };
+    vocabulary.check()?;
+    let bos = if is_bpe { file.id(file.bos_token_id, 1) } else { file.bos_token_id };
+    let eos = file.id(file.eos_token_id, if is_bpe { 2 } else { 1 });
+    let add_bos = file.add_bos_token.unwrap_or(is_bpe);
+    let add_eos = file.add_eos_token.unwrap_or(!is_bpe);
+    Ok(Draft {
+        stages: vocabulary.stages()?,
+        joining: Joining::Bytes { opening: vocabulary.opening() },
+        pieces: vocabulary.spelled(),
+        added: vocabulary.specials().collect(),
+        bos,
+        eos,
+        around: Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+    })
+}
+
+fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<Piece>> {
+    let mut pieces = Vec::with_capacity(file.tokens.len());
+    for (id, token) in (0u32..).zip(&file.tokens) {
+        let score = file.scores.get(id as usize).copied().unwrap_or(0.0);
+        let text = if token.is_empty() { format!("[EMPTY_{id}]") } else { token.clone() };
+        pieces.push(Piece { id, text, score, kind: file.kind(id)? });
+    }
+    let has_unknown = pieces.iter().any(|piece| piece.kind == PieceKind::Unknown);
+    if let Some(unknown) = file.id(file.unknown_token_id, usual_unknown).filter(|_| !has_unknown) {
+        pieces[unknown as usize].kind = PieceKind::Unknown;
+    }
+    Ok(pieces)
+}
+
+/// Pairs of bytes, as GPT-2 has them.
+fn byte_level(file: &GgufVocabulary) -> Result<Draft> {
+    let pre = Pre::named(file.pre.as_deref())?;
+    ensure!(!file.merges.is_empty(), "it has no merges, which say how its tokens come about");
+    let named = file.tokens.iter().cloned().zip(0..).filter(|(token, _)| !token.is_empty());
+    let mut vocabulary = ByteLevel::new(named.collect())?;
+    for (line, at) in file.merges.iter().zip(0..) {
+        vocabulary.push_merge(line).with_context(|| format!("merge {at}"))?;
+    }
+    let (bos, eos) = (file.bos_token_id, file.eos_token_id);
+    let add_bos = file.add_bos_token.unwrap_or(pre.adds_bos);
+    let add_eos = file.add_eos_token.unwrap_or(false);
+    Ok(Draft {
+        pieces: vocabulary.pieces(),
+        stages: vocabulary.stages(pre.composing, splits::byte_level(pre.patterns), pre.whole_words)?,
+        joining: Joining::Bytes { opening: Opening::Kept },
+        added: file.added()?,
+        bos,
+        eos,
+        around: Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+    })
+}
+
+/// WordPiece, where the file marks tokens that begin a word instead of those that go on.
+fn word_pieces(file: &GgufVocabulary) -> Result<Draft> {
+    let added = file.added()?;
+    let is_added = |id: u32| added.binary_search_by_key(&id, |(id, _)| *id).is_ok();
+    let name = |id: u32, token: &str| match token.strip_prefix('\u{2581}') {
+        _ if is_added(id) => token.to_owned(),
+        Some(begins) => begins.to_owned(),
+        None => format!("{CONTINUED}{token}"),
+    };
+    let unknown = file.id(file.unknown_token_id, 100).context("it has no unknown token")?;
+    let named = (0..).zip(&file.tokens).filter(|(_, token)| !token.is_empty());
+    let vocabulary: HashMap<String, u32> = named.map(|(id, token)| (name(id, token), id)).collect();
+    let lowercase = file.lowercase.unwrap_or(true);
+    let cleaning = Cleaning { lowercase, strip_accents: file.strip_accents, separate_chinese: true };
+    let unknown = name(unknown, &file.tokens[unknown as usize]);
+    let first = file.id(file.bos_token_id.or(file.cls_token_id), 101);
+    let last = file.id(file.separator_token_id, 102);
+    Ok(Draft {
+        pieces: (0u32..).zip(&file.tokens).map(|(id, _)| (id, Vec::new())).collect(),
+        stages: word_piece::stages(vocabulary, &unknown, cleaning)?,
+        joining: Joining::Library,
+        added,
+        bos: file.bos_token_id,
+        eos: file.eos_token_id,
+        around: Around::of(first, last),
+    })
+}
+
+#[cfg(test)]
+mod damage;

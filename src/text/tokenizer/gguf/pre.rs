@@ -1,0 +1,217 @@
+//! How GGUF files name what splits a text (`tokenizer.ggml.pre`), and what each name means.
+//!
+//! Invariant: a name that is not here is refused; its texts would be split in some other way than the model
+//! knows.
+
+use crate::text::tokenizer::byte_level::{Composing, WholeWords};
+use crate::text::tokenizer::splits::{LLAMA3, QWEN2};
+use anyhow::{Context, Result};
+
+/// What a name means.
+#[derive(Clone, Copy, Debug)]
+pub struct Pre {
+    names: &'static [&'static str],
+    /// Regular expressions that split, one after the other.
+    pub patterns: &'static [&'static str],
+    pub composing: Composing,
+    pub whole_words: WholeWords,
+    /// Whether BOS opens a text if the file does not say.
+    pub adds_bos: bool,
+}
+
+/// Files that name nothing are as old as this.
+const DEFAULT: &str = "default";
+
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)";
+const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
+// Characters that have another form which means the same are written as numbers: editors change them.
+const DEEPSEEK_LETTERS: &str = r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\x{1F5F}-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌ\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ\x{212A}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+";
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN35: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const BAILING: &str =
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
+const SEED: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+";
+const EXAONE_MOE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+";
+// To look ahead before every digit, as the pattern that is known for this does, takes the square of their number.
+const THREES_FROM_THE_RIGHT: &str = r"(?<!\d)\d{1,2}(?=(?:\d{3})+(?!\d))|\d{3}";
+const BLOOM: &str = " ?[^(\\s|.,!?…。，、।۔،)]+";
+
+/// Most names: nothing is composed, pairs merge, and no BOS.
+const fn plain(names: &'static [&'static str], patterns: &'static [&'static str]) -> Pre {
+    let (composing, whole_words) = (Composing::None, WholeWords::Merged);
+    Pre { names, patterns, composing, whole_words, adds_bos: false }
+}
+
+static TABLE: [Pre; 21] = [
+    plain(&[DEFAULT], &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]),
+    plain(
+        &[
+            "gpt-2",
+            "phi-2",
+            "jina-es",
+            "jina-de",
+            "gigachat",
+            "jina-v1-en",
+            "jina-v2-code",
+            "jina-v2-de",
+            "jina-v2-es",
+            "a.x-4.0",
+            "mellum",
+            "modern-bert",
+            "roberta-bpe",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "exaone4",
+        ],
+        &[GPT2],
+    ),
+    Pre {
+        whole_words: WholeWords::Taken,
+        adds_bos: true,
+        ..plain(
+            &[
+                "llama3",
+                "llama-v3",
+                "llama-bpe",
+                "falcon3",
+                "falcon-h1",
+                "pixtral",
+                "midm-2.0",
+                "lfm2",
+                "jina-v5-nano",
+            ],
+            &[LLAMA3],
+        )
+    },
+    plain(&["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], &[LLAMA3]),
+    Pre { composing: Composing::Nfc, ..plain(&["qwen2"], &[QWEN2]) },
+    plain(
+        &["deepseek-r1-qwen", "kormo", "f2llmv2", "stablelm2", "hunyuan", "megrez", "grok-2", "solar-open"],
+        &[QWEN2],
+    ),
+    Pre { composing: Composing::Nfc, ..plain(&["qwen35"], &[QWEN35]) },
+    plain(
+        &["deepseek-llm"],
+        &[
+            "[\r\n]",
+            DEEPSEEK_LETTERS,
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        ],
+    ),
+    plain(&["deepseek-coder"], &["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"]),
+    plain(
+        &["deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"],
+        &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3],
+    ),
+    plain(&["falcon"], &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
+    plain(
+        &["starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"],
+        &[r"\p{N}", GPT2],
+    ),
+    Pre { whole_words: WholeWords::Taken, adds_bos: true, ..plain(&["tekken"], &[TEKKEN]) },
+    plain(&["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], &[GPT4O]),
+    plain(&["bloom", "poro-chat", "gpt3-finnish"], &[BLOOM]),
+    plain(&["viking"], &[BLOOM, r"\p{N}"]),
+    plain(&["bailingmoe", "bailingmoe2", "llada-moe"], &[BAILING]),
+    plain(&["seed-coder"], &[SEED]),
+    plain(&["exaone-moe"], &[EXAONE_MOE]),
+    plain(&["superbpe"], &[r"\p{N}+", THREES_FROM_THE_RIGHT]),
+    Pre {
+        adds_bos: true,
+        ..plain(
+            &["chameleon"],
+            &[
+                "<sentinel:[0-9]+>",
+                "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+                r"([\t\n]|    |  )",
+                r"\p{N}",
+                r"[\p{P}!-/:-@\[-`{-~]",
+                GPT2,
+            ],
+        )
+    },
+];
+
+impl Pre {
+    /// What the name means; no name is "default".
+    pub fn named(name: Option<&str>) -> Result<Pre> {
+        let name = name.filter(|name| !name.is_empty()).unwrap_or(DEFAULT);
+        let found = TABLE.iter().find(|pre| pre.names.contains(&name));
+        let known = || TABLE.iter().flat_map(|pre| pre.names).copied().collect::<Vec<_>>().join(", ");
+        found
+            .copied()
+            .with_context(|| format!("its pre-tokenizer '{name}' is not known (known: {})", known()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::samples::soon;
+    use crate::text::tokenizer::splits;
+    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper};
+
+    /// The words of a text.
+    fn words(name: &str, text: &str) -> Vec<String> {
+        let stages = splits::stages(Pre::named(Some(name)).unwrap().patterns);
+        let split = serde_json::json!({"type": "Sequence", "pretokenizers": stages});
+        let split: PreTokenizerWrapper = serde_json::from_value(split).unwrap();
+        let mut words = PreTokenizedString::from(text);
+        split.pre_tokenize(&mut words).unwrap();
+        let words = words.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        words.into_iter().map(|(word, ..)| word.to_owned()).collect()
+    }
+
+    #[test]
+    fn every_name_is_there_once_and_splits() {
+        let mut names: Vec<&str> = TABLE.iter().flat_map(|pre| pre.names).copied().collect();
+        let text = "Hello  world,\n it's 12345 €☃ 日本語 ÉCOLE\u{301}   ";
+        for name in &names {
+            assert_eq!(words(name, text).concat(), text, "{name}");
+        }
+        let all = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all);
+        let error = Pre::named(Some("kimi")).unwrap_err().to_string();
+        assert!(error.contains("'kimi' is not known") && error.contains("llama-bpe"), "{error}");
+        assert_eq!(words("default", text), words("", text));
+    }
+
+    #[test]
+    fn digits_by_threes_from_the_right_are_found_in_one_pass() {
+        for count in (1..20).chain([100_000]) {
+            let digits: String = "1234567890".chars().cycle().take(count).collect();
+            let threes = digits.as_bytes().rchunks(3).rev().map(|three| str::from_utf8(three).unwrap());
+            let expected: Vec<&str> = ["a"].into_iter().chain(threes).chain(["b"]).collect();
+            let text = format!("a{digits}b");
+            assert_eq!(soon(move || words("superbpe", &text)), expected, "{count}");
+        }
+        assert_eq!(words("superbpe", "12345½1234"), ["12", "345", "½", "1", "234"]);
+    }
+
+    #[test]
+    fn families_split_digits_and_apostrophes_in_their_own_ways() {
+        let cases: [(&str, &str, &[&str]); 9] = [
+            ("gpt-2", "it's 1234 'S", &["it", "'s", " 1234", " '", "S"]),
+            ("llama-bpe", "It'S 1234", &["It", "'S", " ", "123", "4"]),
+            ("qwen2", "a 123", &["a", " ", "1", "2", "3"]),
+            ("starcoder", "x=123", &["x", "=", "1", "2", "3"]),
+            ("falcon", "a+12345", &["a", "+", "123", "45"]),
+            ("deepseek-llm", "日本 ab!", &["日本", " ab", "!"]),
+            ("tekken", "camelCase Words/", &["camel", "Case", " Words", "/"]),
+            ("default", "a $ 12345", &["a", " ", "$", " ", "123", "45"]),
+            ("bloom", "Hi, you", &["Hi", ",", " you"]),
+        ];
+        for (name, text, expected) in cases {
+            assert_eq!(words(name, text), expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! `tokenizer.json`, the library's own file.
+//!
+//! Invariant: a decoder that only puts bytes side by side is known as one; the library joins for every other.
+
+use super::pieces::Pieces;
+use super::pipeline::Pipeline;
+use super::settings::Settings;
+use super::spelling::Spelling;
+use super::{Around, Encoder, Joining, Tokenizer, VOCAB_MAX};
+use crate::formats::Folder;
+use anyhow::{Context, Result, ensure};
+
+pub const FILE: &str = "tokenizer.json";
+
+/// The tokenizer in the content of a folder's `tokenizer.json`.
+pub fn read(folder: &Folder, content: &[u8], settings: &Settings) -> Result<Tokenizer> {
+    let name = || folder.file(FILE).display().to_string();
+    let pipeline = Pipeline::from_json(content).with_context(name)?;
+    let (joining, pieces) = read_pieces(&pipeline).with_context(name)?;
+    let added = pipeline.library().get_added_tokens_decoder();
+    let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+    let id = |role| settings.token_id(role, FILE, |token| pipeline.library().token_to_id(token));
+    let (bos, eos) = (id("bos_token")?, id("eos_token")?);
+    let wanted = [settings.flag("add_bos_token")?, settings.flag("add_eos_token")?];
+    let given = pipeline.ids("", true).with_context(name)?;
+    for id in &given {
+        let is_there = (*id as usize) < pieces.len();
+        ensure!(is_there, "{}: it puts token {id} around a text, and has {} tokens", name(), pieces.len());
+    }
+    let around = around(&given, [bos, eos], wanted);
+    let encoder = Encoder::Pipeline(Box::new(pipeline));
+    Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, around })
+}
+
+/// What is to be put around a text or left out, where the pipeline puts `given` around an empty one.
+fn around(given: &[u32], [bos, eos]: [Option<u32>; 2], [add_bos, add_eos]: [Option<bool>; 2]) -> Around {
+    let opens = bos.is_some() && given.first() == bos.as_ref();
+    let closes = eos.is_some() && given[usize::from(opens)..].last() == eos.as_ref();
+    let put = |token: Option<u32>, wanted: Option<bool>, is_there: bool| {
+        token.filter(|_| wanted == Some(true) && !is_there).into_iter().collect()
+    };
+    Around {
+        before: put(bos, add_bos, opens),
+        after: put(eos, add_eos, closes),
+        drops_first: opens && add_bos == Some(false),
+        drops_last: closes && add_eos == Some(false),
+    }
+}
+
+/// How the library's tokens join, and the bytes of each.
+fn read_pieces(pipeline: &Pipeline) -> Result<(Joining, Pieces)> {
+    let library = pipeline.library();
+    let largest = library.get_vocab(true).into_values().max().context("its vocabulary is empty")?;
+    ensure!(largest < VOCAB_MAX, "its largest token id is {largest}: ids must be below {VOCAB_MAX}");
+    let decoder = serde_json::to_value(library.get_decoder())?;
+    let Some((spelling, opening)) = Spelling::of_decoder(&decoder) else {
+        return Ok((Joining::Library, library_pieces(pipeline, largest)?));
+    };
+    let bytes = |id| library.id_to_token(id).map(|token| spelling.bytes(&token)).unwrap_or_default();
+    Ok((Joining::Bytes { opening }, (0..=largest).map(bytes).collect()))
+}
+
+/// The bytes of every token up to the largest, as the library's decoder gives them.
+pub fn library_pieces(pipeline: &Pipeline, largest: u32) -> Result<Pieces> {
+    let piece = |id| match pipeline.library().id_to_token(id) {
+        Some(_) => library_piece(pipeline, id).map(String::into_bytes),
+        None => Ok(Vec::new()),
+    };
+    (0..=largest).map(piece).collect()
+}
+
+/// A token's text after another token: what it adds when it comes twice, or if that is nothing, its text
+/// alone.
+fn library_piece(pipeline: &Pipeline, id: u32) -> Result<String> {
+    let decode =
+        |ids: &[u32]| pipeline.text(ids).with_context(|| format!("its decoder cannot decode token {id}"));
+    let (once, twice) = (decode(&[id])?, decode(&[id, id])?);
+    let added = twice.strip_prefix(&once).filter(|added| !added.is_empty());
+    Ok(added.unwrap_or(&once).to_owned())
+}

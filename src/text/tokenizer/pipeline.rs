@@ -1,0 +1,233 @@
+//! The library's pipeline around every way to cut text: special tokens are found, the parts between them
+//! normalized, split and cut.
+//!
+//! Invariant: a panic of the library, which trusts that a file's parts fit together, is an error here.
+
+use super::scored_bpe::{ScoredBpe, Span};
+use super::sentencepiece::normalizer::{self, Place};
+use super::unigram::Unigram;
+use anyhow::{Result, anyhow};
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::BpeTrainer;
+use tokenizers::{
+    AddedToken, DecoderWrapper, ModelWrapper, NormalizedString, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper, Token, TokenizerBuilder, TokenizerImpl,
+};
+
+type Library = TokenizerImpl<Model, Normalizer, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// Text to ids.
+pub struct Pipeline(Library);
+
+/// How text between special tokens is cut.
+pub enum Algorithm {
+    /// As one of the library's models does.
+    Library(Box<ModelWrapper>),
+    /// Into our own pieces.
+    Pieces(Cutter),
+}
+
+/// Ids of a text's pieces.
+pub struct Cutter {
+    pub way: Way,
+    pub unknown: Unknown,
+}
+
+pub enum Way {
+    Bpe(ScoredBpe),
+    Unigram(Unigram),
+}
+
+/// What becomes of text that is no piece.
+pub enum Unknown {
+    /// A token for each of its bytes.
+    Bytes(Box<[u32; 256]>),
+    /// This token, for as much of it as is side by side.
+    Token(u32),
+}
+
+/// What happens to text before it is cut.
+#[derive(Deserialize)]
+#[serde(from = "NormalizerWrapper")]
+pub enum Normalizer {
+    Library(NormalizerWrapper),
+    SentencePiece(normalizer::Normalizer),
+}
+
+/// What a pipeline is made of.
+pub struct Stages {
+    pub algorithm: Algorithm,
+    pub normalizer: Option<Normalizer>,
+    pub pre_tokenizer: Option<PreTokenizerWrapper>,
+    pub decoder: Option<DecoderWrapper>,
+}
+
+impl Pipeline {
+    /// Reads a `tokenizer.json`. Its truncation and padding are left out: here a long prompt is refused,
+    /// never cut.
+    pub fn from_json(content: &[u8]) -> Result<Pipeline> {
+        let mut library: Library = guarded(|| Ok(serde_json::from_slice(content)?))?;
+        library.with_truncation(None).map_err(|e| anyhow!(e))?;
+        library.with_padding(None);
+        Ok(Pipeline(library))
+    }
+
+    /// A pipeline of these stages, with special and other added tokens by their ids.
+    pub fn new(stages: Stages, added: &[(u32, AddedToken)]) -> Result<Pipeline> {
+        let names = added.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
+        let builder = TokenizerBuilder::new()
+            .with_model(Model { algorithm: stages.algorithm, names })
+            .with_normalizer(stages.normalizer)
+            .with_pre_tokenizer(stages.pre_tokenizer)
+            .with_decoder(stages.decoder);
+        guarded(|| {
+            let mut library = builder.build()?;
+            library.add_tokens(added.iter().map(|(_, token)| token.clone()))?;
+            Ok(Pipeline(library))
+        })
+    }
+
+    /// The ids of a text; with the tokens that the pipeline itself puts around it if `add_special`.
+    pub fn ids(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        guarded(|| Ok(self.0.encode_fast(text, add_special)?.get_ids().to_vec()))
+    }
+
+    /// The text of ids as the library's decoder joins them, special tokens by their names.
+    pub fn text(&self, ids: &[u32]) -> Result<String> {
+        guarded(|| self.0.decode(ids, false))
+    }
+
+    /// The library's pipeline, to ask what it consists of.
+    pub fn library(&self) -> &Library {
+        &self.0
+    }
+}
+
+/// What the library does, its panics made errors.
+fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(|e| anyhow!(e)),
+        Err(_) => Err(anyhow!("its parts do not fit together")),
+    }
+}
+
+impl Cutter {
+    fn ids(&self, text: &str) -> Vec<u32> {
+        let spans = match &self.way {
+            Way::Bpe(bpe) => bpe.encode(text),
+            Way::Unigram(unigram) => unigram.encode(text),
+        };
+        let mut ids = Vec::with_capacity(spans.len());
+        let mut follows_unknown = false;
+        for span in spans {
+            let is_unknown = matches!(span, Span::Unknown(_));
+            match (span, &self.unknown) {
+                (Span::Piece(id), _) => ids.push(id),
+                (Span::Unknown(range), Unknown::Bytes(bytes)) => {
+                    ids.extend(text.as_bytes()[range].iter().map(|byte| bytes[usize::from(*byte)]));
+                }
+                (Span::Unknown(_), Unknown::Token(_)) if follows_unknown => {}
+                (Span::Unknown(_), Unknown::Token(id)) => ids.push(*id),
+            }
+            follows_unknown = is_unknown;
+        }
+        ids
+    }
+}
+
+/// An algorithm as the library wants it.
+#[derive(Deserialize)]
+#[serde(from = "ModelWrapper")]
+pub struct Model {
+    algorithm: Algorithm,
+    /// The ids of added tokens, which the algorithm may not know, or know by other ids.
+    names: HashMap<String, u32>,
+}
+
+impl<M: Into<ModelWrapper>> From<M> for Algorithm {
+    fn from(model: M) -> Algorithm {
+        Algorithm::Library(Box::new(model.into()))
+    }
+}
+
+impl From<ModelWrapper> for Model {
+    fn from(model: ModelWrapper) -> Model {
+        Model { algorithm: model.into(), names: HashMap::new() }
+    }
+}
+
+impl From<NormalizerWrapper> for Normalizer {
+    fn from(normalizer: NormalizerWrapper) -> Normalizer {
+        Normalizer::Library(normalizer)
+    }
+}
+
+impl tokenizers::Normalizer for Normalizer {
+    fn normalize(&self, text: &mut NormalizedString) -> tokenizers::Result<()> {
+        match self {
+            Normalizer::Library(normalizer) => normalizer.normalize(text),
+            Normalizer::SentencePiece(normalizer) => {
+                let place = if text.offsets_original().0 == 0 { Place::First } else { Place::Later };
+                // Nobody asks where in the text a token came from.
+                *text = NormalizedString::from(normalizer.normalize(text.get(), place));
+                Ok(())
+            }
+        }
+    }
+}
+
+impl tokenizers::Model for Model {
+    type Trainer = TrainerWrapper;
+
+    fn tokenize(&self, text: &str) -> tokenizers::Result<Vec<Token>> {
+        match &self.algorithm {
+            Algorithm::Library(model) => model.tokenize(text),
+            Algorithm::Pieces(cutter) => {
+                let token = |id| Token::new(id, String::new(), (0, 0));
+                Ok(cutter.ids(text).into_iter().map(token).collect())
+            }
+        }
+    }
+
+    fn token_to_id(&self, token: &str) -> Option<u32> {
+        let known = match &self.algorithm {
+            Algorithm::Library(model) => model.token_to_id(token),
+            Algorithm::Pieces(_) => None,
+        };
+        self.names.get(token).copied().or(known)
+    }
+
+    /// Pieces of our own are joined by their bytes, never by the library: it need not know their names.
+    fn id_to_token(&self, id: u32) -> Option<String> {
+        match &self.algorithm {
+            Algorithm::Library(model) => model.id_to_token(id),
+            Algorithm::Pieces(_) => None,
+        }
+    }
+
+    fn get_vocab(&self) -> HashMap<String, u32> {
+        match &self.algorithm {
+            Algorithm::Library(model) => model.get_vocab(),
+            Algorithm::Pieces(_) => HashMap::new(),
+        }
+    }
+
+    fn get_vocab_size(&self) -> usize {
+        match &self.algorithm {
+            Algorithm::Library(model) => model.get_vocab_size(),
+            Algorithm::Pieces(_) => 0,
+        }
+    }
+
+    fn save(&self, _: &Path, _: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
+        Err("a tokenizer is read here, never saved".into())
+    }
+
+    fn get_trainer(&self) -> TrainerWrapper {
+        BpeTrainer::default().into()
+    }
+}

@@ -1,0 +1,78 @@
+//! Byte strings with a value each, in which all that a text begins with are found.
+//!
+//! Invariant: the strings are in order and no two are alike, so that those that share a beginning lie side by
+//! side.
+
+/// A search for prefixes.
+#[derive(Debug, Default)]
+pub struct Prefixes {
+    entries: Vec<(Box<[u8]>, u32)>,
+}
+
+impl Prefixes {
+    /// Of strings that are alike, the first is kept; empty ones are left out.
+    pub fn new<'a>(strings: impl IntoIterator<Item = (&'a [u8], u32)>) -> Prefixes {
+        let strings = strings.into_iter().filter(|(string, _)| !string.is_empty());
+        let mut entries: Vec<(Box<[u8]>, u32)> =
+            strings.map(|(string, value)| (string.into(), value)).collect();
+        // The order of those that are alike stays.
+        entries.sort_by(|a, b| a.0.cmp(&b.0));
+        entries.dedup_by(|later, earlier| later.0 == earlier.0);
+        Prefixes { entries }
+    }
+
+    /// The lengths and values of all strings that `text` begins with, the shortest first.
+    pub fn of<'a>(&'a self, text: &'a [u8]) -> impl Iterator<Item = (usize, u32)> + 'a {
+        let mut left = &self.entries[..];
+        // After each byte, what is left are the strings that begin as the text does so far.
+        text.iter()
+            .enumerate()
+            .map_while(move |(at, byte)| {
+                left = with_byte(left, at, *byte);
+                let (first, value) = left.first()?;
+                Some((first.len() == at + 1).then_some((at + 1, *value)))
+            })
+            .flatten()
+    }
+
+    /// The length of the longest string that `text` begins with.
+    pub fn longest(&self, text: &[u8]) -> Option<usize> {
+        self.of(text).map(|(len, _)| len).last()
+    }
+}
+
+/// Of strings that agree before `at`, those that have `byte` there.
+fn with_byte(strings: &[(Box<[u8]>, u32)], at: usize, byte: u8) -> &[(Box<[u8]>, u32)] {
+    let begin = strings.partition_point(|(string, _)| string.get(at) < Some(&byte));
+    let len = strings[begin..].partition_point(|(string, _)| string.get(at) == Some(&byte));
+    &strings[begin..begin + len]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::samples::Dice;
+
+    #[test]
+    fn all_prefixes_are_found_and_nothing_else() {
+        let mut dice = Dice::new(41);
+        let mut found = 0;
+        for _ in 0..300 {
+            let word =
+                |dice: &mut Dice| (0..dice.below(6)).map(|_| *dice.pick(b"ab\xff")).collect::<Vec<u8>>();
+            let words: Vec<Vec<u8>> = (0..dice.below(30)).map(|_| word(&mut dice)).collect();
+            let prefixes = Prefixes::new(words.iter().map(Vec::as_slice).zip(0u32..));
+            let text = [word(&mut dice), word(&mut dice)].concat();
+            let expected: Vec<(usize, u32)> = (1..=text.len())
+                .filter_map(|len| {
+                    let first = words.iter().position(|word| *word == text[..len])?;
+                    Some((len, first as u32))
+                })
+                .collect();
+            found += expected.len();
+            assert_eq!(prefixes.of(&text).collect::<Vec<_>>(), expected, "{words:?} {text:?}");
+            assert_eq!(prefixes.longest(&text), expected.last().map(|(len, _)| *len));
+        }
+        assert!(found > 200, "{found}");
+    }
+}

@@ -1,0 +1,128 @@
+//! One text while its parts merge.
+//!
+//! Invariant: the symbols lie side by side in the text and cover it; a candidate whose symbols have merged
+//! with others meanwhile is passed over.
+
+use super::{ScoredBpe, Span};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::ops::Range;
+
+/// A text while its symbols merge.
+pub struct Merging<'a> {
+    bpe: &'a ScoredBpe,
+    text: &'a [u8],
+    symbols: Vec<Symbol>,
+    queue: BinaryHeap<Reverse<Candidate>>,
+    /// For unused pieces: how long the left one was of two that could become it.
+    halves: HashMap<&'a [u8], usize>,
+}
+
+/// A part of the text, in a list linked by indices. One that has merged into its left neighbour is empty.
+struct Symbol {
+    begin: usize,
+    end: usize,
+    is_frozen: bool,
+    previous: Option<usize>,
+    next: Option<usize>,
+}
+
+/// A merge that was possible when it was queued. Ordered by rank, then from left to right.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    rank: u32,
+    at: usize,
+    end: usize,
+}
+
+impl<'a> Merging<'a> {
+    /// A text of which nothing more can merge.
+    pub fn new(bpe: &'a ScoredBpe, text: &'a str) -> Merging<'a> {
+        let text = text.as_bytes();
+        let (symbols, queue) = (symbols(bpe, text), BinaryHeap::new());
+        let mut merging = Merging { bpe, text, symbols, queue, halves: HashMap::new() };
+        merging.merge();
+        merging
+    }
+
+    /// Merges neighbours until no two have a joint piece.
+    fn merge(&mut self) {
+        (0..self.symbols.len()).for_each(|at| self.consider(at));
+        while let Some(Reverse(best)) = self.queue.pop() {
+            let Some(right) = self.still_possible(best) else { continue };
+            let next = self.symbols[right].next;
+            self.symbols[right].end = self.symbols[right].begin;
+            self.symbols[best.at].end = best.end;
+            self.symbols[best.at].next = next;
+            if let Some(next) = next {
+                self.symbols[next].previous = Some(best.at);
+            }
+            if let Some(previous) = self.symbols[best.at].previous {
+                self.consider(previous);
+            }
+            self.consider(best.at);
+        }
+    }
+
+    /// Queues the merge of the symbol at `at` with its right neighbour, if there is one.
+    fn consider(&mut self, at: usize) {
+        let left = &self.symbols[at];
+        let Some(right) = left.next.map(|next| &self.symbols[next]) else { return };
+        let bytes = &self.text[left.begin..right.end];
+        let Some(piece) = self.bpe.pieces.get(bytes).filter(|_| !left.is_frozen && !right.is_frozen) else {
+            return;
+        };
+        if piece.unused {
+            self.halves.insert(bytes, left.end - left.begin);
+        }
+        if let Some(rank) = piece.rank {
+            self.queue.push(Reverse(Candidate { rank, at, end: right.end }));
+        }
+    }
+
+    /// The right one of a candidate's two symbols, unless they have merged with others meanwhile.
+    fn still_possible(&self, candidate: Candidate) -> Option<usize> {
+        let left = &self.symbols[candidate.at];
+        let right = left.next.filter(|_| left.begin < left.end)?;
+        (self.symbols[right].end == candidate.end).then_some(right)
+    }
+
+    /// The symbols that are left, unused pieces cut again.
+    pub fn spans(&self) -> Vec<Span> {
+        let mut spans = Vec::new();
+        let mut uncut: Vec<Range<usize>> = Vec::new();
+        for symbol in self.symbols.iter().filter(|symbol| symbol.begin < symbol.end) {
+            uncut.push(symbol.begin..symbol.end);
+            while let Some(range) = uncut.pop() {
+                let bytes = &self.text[range.clone()];
+                let piece = self.bpe.pieces.get(bytes);
+                match (piece, self.halves.get(bytes)) {
+                    (Some(piece), Some(left)) if piece.unused => {
+                        let middle = range.start + left;
+                        uncut.extend([middle..range.end, range.start..middle]);
+                    }
+                    (Some(piece), _) => spans.push(Span::Piece(piece.id)),
+                    (None, _) => spans.push(Span::Unknown(range)),
+                }
+            }
+        }
+        spans
+    }
+}
+
+/// The atoms of a text, in a list.
+fn symbols(bpe: &ScoredBpe, text: &[u8]) -> Vec<Symbol> {
+    let mut symbols: Vec<Symbol> = Vec::with_capacity(text.len());
+    let mut begin = 0;
+    while begin < text.len() {
+        let (len, is_frozen) = bpe.atom(&text[begin..]);
+        let at = symbols.len();
+        if let Some(last) = symbols.last_mut() {
+            last.next = Some(at);
+        }
+        let end = begin + len;
+        symbols.push(Symbol { begin, end, is_frozen, previous: at.checked_sub(1), next: None });
+        begin = end;
+    }
+    symbols
+}

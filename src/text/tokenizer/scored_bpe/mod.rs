@@ -1,0 +1,281 @@
+//! Byte-pair encoding by scores: again and again the two neighbours merge whose joint piece has the best
+//! score, the leftmost of equals first. So do llama2.c, sentencepiece and tiktoken.
+//!
+//! A rank per pair, as other byte-pair encoders use, cannot say "equal scores go from left to right", so this
+//! one is our own.
+//!
+//! Invariant: the spans of a text lie side by side and cover it.
+
+mod merging;
+
+use super::prefixes::Prefixes;
+use merging::Merging;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Pieces of text and how they merge.
+#[derive(Debug)]
+pub struct ScoredBpe {
+    pieces: HashMap<Box<[u8]>, Piece>,
+    whole: Prefixes,
+    atoms: Atoms,
+}
+
+/// What a text is cut into before anything merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Atoms {
+    /// Characters. One that is no piece may still merge with its neighbours into one.
+    Characters,
+    /// Characters. One that is no piece stays alone.
+    KnownCharacters,
+    /// Bytes; but a text that is a piece is not cut at all.
+    Bytes,
+}
+
+/// A piece of the vocabulary.
+#[derive(Clone, Copy, Debug)]
+pub struct ScoredPiece<'a> {
+    pub id: u32,
+    pub bytes: &'a [u8],
+    /// The best is the largest. No NaN.
+    pub score: f32,
+    pub kind: Kind,
+}
+
+/// How a piece comes about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Where neighbours merge.
+    Merged,
+    /// Where it is an atom: nothing merges into it.
+    Unmerged,
+    /// Wherever the text has it, the longest such piece first, and it merges with nothing.
+    Whole,
+    /// As a step to others; if it is left over, it is cut again.
+    Unused,
+}
+
+/// A part of a text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Span {
+    Piece(u32),
+    /// These bytes of the text are no piece.
+    Unknown(Range<usize>),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    id: u32,
+    /// The best score has rank 0; equal scores have equal ranks. Nothing merges into a piece without one.
+    rank: Option<u32>,
+    unused: bool,
+}
+
+impl ScoredBpe {
+    /// The encoder of these pieces. Of pieces alike, the first is taken; empty ones are left out.
+    pub fn new(pieces: &[ScoredPiece], atoms: Atoms) -> ScoredBpe {
+        let ranks = ranks(pieces);
+        let mut by_bytes = HashMap::<Box<[u8]>, Piece>::with_capacity(pieces.len());
+        for (piece, rank) in pieces.iter().zip(ranks).filter(|(piece, _)| !piece.bytes.is_empty()) {
+            let rank = (piece.kind != Kind::Unmerged).then_some(rank);
+            let unused = piece.kind == Kind::Unused;
+            by_bytes.entry(piece.bytes.into()).or_insert(Piece { id: piece.id, rank, unused });
+        }
+        let whole = pieces.iter().filter(|piece| piece.kind == Kind::Whole);
+        let whole = Prefixes::new(whole.map(|piece| (piece.bytes, piece.id)));
+        ScoredBpe { pieces: by_bytes, whole, atoms }
+    }
+
+    /// The parts of a text.
+    pub fn encode(&self, text: &str) -> Vec<Span> {
+        let whole = self.pieces.get(text.as_bytes()).filter(|_| self.atoms == Atoms::Bytes);
+        if let Some(piece) = whole {
+            return vec![Span::Piece(piece.id)];
+        }
+        Merging::new(self, text).spans()
+    }
+
+    /// The length of the atom that opens a text, and whether it stays as it is.
+    fn atom(&self, text: &[u8]) -> (usize, bool) {
+        if self.atoms == Atoms::Bytes {
+            return (1, false);
+        }
+        if let Some(len) = self.whole.longest(text) {
+            return (len, true);
+        }
+        // A piece may end within a character only if its maker cut it so; what is left is then taken
+        // bytewise.
+        let len = character_len(text);
+        let is_alone = self.atoms == Atoms::KnownCharacters && !self.pieces.contains_key(&text[..len]);
+        (len, is_alone)
+    }
+}
+
+/// The bytes of the longest character.
+const CHARACTER_MAX: usize = 4;
+
+/// The bytes of the character that opens a text; 1 if none does.
+fn character_len(text: &[u8]) -> usize {
+    // Of a longer text, all would be looked at for each of its characters.
+    let first = &text[..text.len().min(CHARACTER_MAX)];
+    let valid = first.utf8_chunks().next().map_or("", |chunk| chunk.valid());
+    valid.chars().next().map_or(1, char::len_utf8)
+}
+
+/// For each piece, how many different scores are better than its own.
+fn ranks(pieces: &[ScoredPiece]) -> Vec<u32> {
+    let score = |at: usize| pieces[at].score;
+    let mut order: Vec<usize> = (0..pieces.len()).collect();
+    order.sort_unstable_by(|a, b| score(*b).total_cmp(&score(*a)));
+    let mut ranks = vec![0; pieces.len()];
+    for pair in order.windows(2) {
+        // Compared as numbers: 0 and -0 are equal.
+        ranks[pair[1]] = ranks[pair[0]] + u32::from(score(pair[1]) != score(pair[0]));
+    }
+    ranks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::samples::{Dice, soon};
+    use std::collections::BTreeSet;
+
+    /// The algorithm as plainly as it can be said: look at all neighbours, join the best, begin again.
+    fn oracle(pieces: &[ScoredPiece], atoms: Atoms, text: &str) -> Vec<String> {
+        let find = |bytes: &str| pieces.iter().find(|piece| piece.bytes == bytes.as_bytes());
+        let whole = |text: &str| {
+            let whole = pieces.iter().filter(|piece| piece.kind == Kind::Whole);
+            whole
+                .map(|piece| piece.bytes)
+                .filter(|bytes| text.as_bytes().starts_with(bytes))
+                .map(<[u8]>::len)
+                .max()
+        };
+        let mut parts: Vec<(String, bool)> = Vec::new();
+        let mut rest = text;
+        while let Some(first) = rest.chars().next() {
+            let found = whole(rest);
+            let (part, after) = rest.split_at(found.unwrap_or(first.len_utf8()));
+            let alone = atoms == Atoms::KnownCharacters && find(part).is_none();
+            parts.push((part.to_owned(), found.is_some() || alone));
+            rest = after;
+        }
+        loop {
+            let mut best: Option<(f32, usize)> = None;
+            for at in 1..parts.len() {
+                let joint = find(&format!("{}{}", parts[at - 1].0, parts[at].0));
+                if let Some(piece) = joint
+                    && piece.kind != Kind::Unmerged
+                    && !parts[at - 1].1
+                    && !parts[at].1
+                    && best.is_none_or(|(score, _)| piece.score > score)
+                {
+                    best = Some((piece.score, at));
+                }
+            }
+            let Some((_, at)) = best else { break };
+            let right = parts.remove(at);
+            parts[at - 1].0.push_str(&right.0);
+        }
+        parts.into_iter().map(|(part, _)| part).collect()
+    }
+
+    /// The parts of a text; a piece's id is its place among `pieces`.
+    fn parts(bpe: &ScoredBpe, pieces: &[ScoredPiece], text: &str) -> Vec<String> {
+        let part = |span| match span {
+            Span::Piece(id) => String::from_utf8(pieces[id as usize].bytes.to_vec()).unwrap(),
+            Span::Unknown(range) => text[range].to_owned(),
+        };
+        bpe.encode(text).into_iter().map(part).collect()
+    }
+
+    fn piece(id: usize, word: &str, score: f32, kind: Kind) -> ScoredPiece<'_> {
+        ScoredPiece { id: id as u32, bytes: word.as_bytes(), score, kind }
+    }
+
+    #[test]
+    fn texts_are_cut_as_by_the_plain_algorithm() {
+        let mut dice = Dice::new(42);
+        let kinds = [Kind::Merged, Kind::Merged, Kind::Merged, Kind::Unmerged, Kind::Whole];
+        for _ in 0..400 {
+            let word = |dice: &mut Dice, most| -> String {
+                (0..dice.below(most)).map(|_| *dice.pick(&['a', 'b', '日'])).collect()
+            };
+            let words: BTreeSet<String> =
+                (0..5 + dice.below(25)).map(|_| word(&mut dice, 5)).filter(|word| !word.is_empty()).collect();
+            // Few scores: many ties.
+            let pieces: Vec<ScoredPiece> = words
+                .iter()
+                .enumerate()
+                .map(|(id, word)| piece(id, word, -(dice.below(4) as f32), *dice.pick(&kinds)))
+                .collect();
+            for atoms in [Atoms::Characters, Atoms::KnownCharacters] {
+                let bpe = ScoredBpe::new(&pieces, atoms);
+                for _ in 0..8 {
+                    let text = word(&mut dice, 16);
+                    let expected = oracle(&pieces, atoms, &text);
+                    assert_eq!(parts(&bpe, &pieces, &text), expected, "{atoms:?} {pieces:?} {text}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_text_takes_no_square_of_its_length() {
+        let pieces = [piece(0, "ab", -1.0, Kind::Merged), piece(1, "<w>", 0.0, Kind::Whole)];
+        let half = 400_000;
+        for atoms in [Atoms::Characters, Atoms::KnownCharacters, Atoms::Bytes] {
+            let bpe = ScoredBpe::new(&pieces, atoms);
+            let expected = if atoms == Atoms::KnownCharacters { 2 * half } else { half };
+            assert_eq!(soon(move || bpe.encode(&"ab".repeat(half)).len()), expected, "{atoms:?}");
+        }
+    }
+
+    #[test]
+    fn equal_scores_merge_from_left_to_right() {
+        let pieces = [piece(0, "ba", 0.0, Kind::Merged), piece(1, "ab", -0.0, Kind::Merged)];
+        let bpe = ScoredBpe::new(&pieces, Atoms::Characters);
+        assert_eq!(parts(&bpe, &pieces, "aba"), ["ab", "a"]);
+        assert_eq!(parts(&bpe, &pieces, "bab"), ["ba", "b"]);
+    }
+
+    #[test]
+    fn a_character_that_is_no_piece_merges_into_one_or_stays_alone() {
+        let pieces = [piece(0, "日a", 0.0, Kind::Merged)];
+        let spans = |atoms| ScoredBpe::new(&pieces, atoms).encode("日a");
+        assert_eq!(spans(Atoms::Characters), [Span::Piece(0)]);
+        assert_eq!(spans(Atoms::KnownCharacters), [Span::Unknown(0..3), Span::Unknown(3..4)]);
+    }
+
+    #[test]
+    fn unused_pieces_are_steps_and_are_cut_again() {
+        let pieces = [
+            piece(0, "ab", 0.0, Kind::Unused),
+            piece(1, "abc", -1.0, Kind::Merged),
+            piece(2, "dab", -2.0, Kind::Unused),
+            piece(3, "z", -3.0, Kind::Unused),
+        ];
+        let bpe = ScoredBpe::new(&pieces, Atoms::Characters);
+        assert_eq!(parts(&bpe, &pieces, "abc"), ["abc"]);
+        assert_eq!(parts(&bpe, &pieces, "dab"), ["d", "a", "b"]);
+        // One that is an atom cannot be cut.
+        assert_eq!(parts(&bpe, &pieces, "z"), ["z"]);
+    }
+
+    #[test]
+    fn bytes_merge_across_characters_and_a_whole_piece_is_not_cut() {
+        let [first, second]: [&[u8]; 2] = [b"\xe6", b"\x97\xa5a"];
+        let pieces: Vec<ScoredPiece> = [first, b"\x97", b"\xa5", b"a", b"\xa5a", second, b"aaa"]
+            .into_iter()
+            .zip(0u32..)
+            .map(|(bytes, id)| ScoredPiece { id, bytes, score: -(id as f32), kind: Kind::Merged })
+            .collect();
+        let bpe = ScoredBpe::new(&pieces, Atoms::Bytes);
+        assert_eq!(bpe.encode("日a"), [Span::Piece(0), Span::Piece(5)]);
+        // No two merge into "aa", so "aaa" is had only as a whole.
+        assert_eq!(bpe.encode("aaa"), [Span::Piece(6)]);
+        assert_eq!(bpe.encode("aaaa"), [3; 4].map(Span::Piece));
+        assert_eq!(bpe.encode(""), []);
+    }
+}

@@ -1,0 +1,238 @@
+//! Sentencepiece models, as their library writes them: `tokenizer.model`, `spiece.model`,
+//! `sentencepiece.bpe.model` and the like.
+//!
+//! Text is cut as the sentencepiece library cuts it, ties and all; what stands around it and which ids the
+//! pieces have, the class of the tokenizer says.
+//!
+//! Invariant: a class that does more to a text than is done here is refused.
+
+pub mod normalizer;
+
+pub mod pieces;
+
+mod charsmap;
+mod layout;
+mod proto;
+
+use super::added::{Added, resolve};
+use super::class::Class;
+use super::draft::{Draft, id_of};
+use super::settings::Settings;
+use super::{Joining, Tokenizer};
+use crate::formats::Folder;
+use anyhow::{Context, Result, bail, ensure};
+use layout::Layout;
+use normalizer::{Prefix, SpaceSpelling, Spaces};
+use pieces::{Cutting, Piece, PieceKind, Vocabulary};
+use prost::Message;
+use proto::{ModelProto, PieceProto};
+use std::collections::{HashMap, HashSet};
+
+/// What such files are called, in the order in which they are looked for.
+pub const FILES: [&str; 4] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model"];
+
+/// What a file says.
+struct Model {
+    vocabulary: Vocabulary,
+    bos: Option<u32>,
+    eos: Option<u32>,
+}
+
+/// The tokenizer of a folder with this file.
+pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
+    let name = || folder.file(file).display().to_string();
+    let model = Model::read(content).with_context(name)?;
+    let class = settings.class_or(Class::Llama);
+    let layout = Layout::of(&class, &settings, folder).with_context(name)?;
+    draft(file, &settings, model, &class, layout).and_then(Draft::finish).with_context(name)
+}
+
+impl Model {
+    fn read(content: &[u8]) -> Result<Model> {
+        let proto = ModelProto::decode(content).context("it is no sentencepiece model")?;
+        let trainer = proto.trainer_spec.unwrap_or_default();
+        let spec = proto.normalizer_spec.unwrap_or_default();
+        let cutting = match trainer.model_type.unwrap_or(1) {
+            1 => Cutting::Unigram,
+            2 => Cutting::Bpe,
+            other => bail!("its model type {other} is not supported (supported: 1, unigram, and 2, BPE)"),
+        };
+        ensure!(trainer.treat_whitespace_as_suffix != Some(true), "spaces as suffixes are not supported");
+        let is_on = |switch: Option<bool>| switch.unwrap_or(true);
+        let pieces = (0u32..)
+            .zip(proto.pieces)
+            .map(|(id, piece)| read_piece(id, piece).with_context(|| format!("piece {id}")));
+        let vocabulary = Vocabulary {
+            pieces: pieces.collect::<Result<_>>()?,
+            cutting,
+            charsmap: spec.precompiled_charsmap.unwrap_or_default(),
+            prefix: if is_on(spec.add_dummy_prefix) { Prefix::Always } else { Prefix::Never },
+            spaces: if is_on(spec.remove_extra_whitespaces) { Spaces::Merged } else { Spaces::Kept },
+            spelling: match is_on(spec.escape_whitespaces) {
+                true => SpaceSpelling::Symbol,
+                false => SpaceSpelling::Plain,
+            },
+        };
+        let id = |id: Option<i32>, otherwise| u32::try_from(id.unwrap_or(otherwise)).ok();
+        let is_there = |id: &u32| (*id as usize) < vocabulary.pieces.len();
+        let bos = id(trainer.bos_id, 1).filter(is_there);
+        let eos = id(trainer.eos_id, 2).filter(is_there);
+        ensure!(!vocabulary.pieces.is_empty(), "it has no pieces");
+        Ok(Model { bos, eos, vocabulary })
+    }
+}
+
+fn read_piece(id: u32, piece: PieceProto) -> Result<Piece> {
+    let kind = PieceKind::of(piece.kind.unwrap_or(1).into())?;
+    Ok(Piece { id, text: piece.piece.unwrap_or_default(), score: piece.score.unwrap_or_default(), kind })
+}
+
+fn draft(file: &str, settings: &Settings, model: Model, class: &Class, layout: Layout) -> Result<Draft> {
+    let name = |id: Option<u32>| Some(model.vocabulary.pieces.get(id? as usize)?.text.clone());
+    let (bos, eos) = (name(model.bos), name(model.eos));
+    let mut vocabulary = layout.arranged(model.vocabulary)?;
+    vocabulary.check()?;
+    vocabulary.prefix = prefix(settings, vocabulary.prefix)?;
+    let by_text: HashMap<&str, u32> =
+        vocabulary.pieces.iter().map(|piece| (piece.text.as_str(), piece.id)).collect();
+    let find = |token: &str| by_text.get(token).copied();
+    let pieces = vocabulary.spelled();
+    let len = pieces.last_key_value().map_or(0, |(largest, _)| largest + 1);
+    let added = resolve(added(settings, &vocabulary, &layout)?, len, find)?;
+    let id = |name: &str| id_of(&added, find, name);
+    let role = |role, own: Option<&str>| anyhow::Ok(settings.token_id(role, file, id)?.or_else(|| id(own?)));
+    let (bos, eos) = (role("bos_token", bos.as_deref())?, role("eos_token", eos.as_deref())?);
+    let around = layout.around(class, settings, [bos, eos], id)?;
+    let joining = Joining::Bytes { opening: vocabulary.opening() };
+    Ok(Draft { stages: vocabulary.stages()?, joining, pieces, added, bos, eos, around })
+}
+
+/// The tokens that the settings add, the model's own special ones unless the settings have others at their
+/// ids, and those of the class.
+fn added(settings: &Settings, vocabulary: &Vocabulary, layout: &Layout) -> Result<Vec<Added>> {
+    let mut added = settings.added()?;
+    let taken: HashSet<u32> = added.iter().filter_map(Added::id).collect();
+    let own = vocabulary.specials().filter(|(id, _)| !taken.contains(id));
+    added.extend(own.map(|(id, token)| Added::at(id, token)));
+    added.extend(layout.appended.iter().cloned().map(Added::appended));
+    Ok(added)
+}
+
+/// Where a space is put before the text: the model says whether, and the settings may say otherwise and
+/// where.
+fn prefix(settings: &Settings, own: Prefix) -> Result<Prefix> {
+    let legacy = settings.flag("legacy")?.unwrap_or(true);
+    Ok(match (settings.flag("add_prefix_space")?, own) {
+        (Some(false), _) | (None, Prefix::Never) => Prefix::Never,
+        _ if legacy => Prefix::Always,
+        _ => Prefix::First,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::{NormalizerSpec, TrainerSpec};
+
+    fn piece(text: &str, score: f32, kind: i32) -> PieceProto {
+        PieceProto { piece: Some(text.to_owned()), score: Some(score), kind: Some(kind) }
+    }
+
+    fn good() -> ModelProto {
+        ModelProto {
+            pieces: vec![
+                piece("<unk>", 0.0, 2),
+                piece("<s>", 0.0, 3),
+                piece("</s>", 0.0, 3),
+                piece("\u{2581}a", -1.0, 1),
+            ],
+            trainer_spec: Some(TrainerSpec::default()),
+            normalizer_spec: Some(NormalizerSpec::default()),
+        }
+    }
+
+    /// What a folder with this model is refused with.
+    fn refusal(model: &ModelProto, config: &str) -> String {
+        let scratch = crate::formats::scratch::Scratch::new();
+        scratch.write("spiece.model", &model.encode_to_vec());
+        scratch.write("tokenizer_config.json", config.as_bytes());
+        match Tokenizer::from_folder(&scratch.folder()) {
+            Ok(_) => "it was read".to_owned(),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_format() {
+        let model = Model::read(&good().encode_to_vec()).unwrap();
+        assert_eq!((model.bos, model.eos), (Some(1), Some(2)));
+        let Vocabulary { cutting, prefix, spaces, spelling, .. } = model.vocabulary;
+        assert_eq!((cutting, prefix, spaces), (Cutting::Unigram, Prefix::Always, Spaces::Merged));
+        assert_eq!(spelling, SpaceSpelling::Symbol);
+        assert_eq!(refusal(&good(), "{}"), "it was read");
+    }
+
+    #[test]
+    fn models_that_cannot_be_are_refused_by_piece() {
+        let with = |change: &dyn Fn(&mut ModelProto)| {
+            let mut model = good();
+            change(&mut model);
+            refusal(&model, "{}")
+        };
+        type Change<'a> = &'a dyn Fn(&mut ModelProto);
+        let cases: [(Change, &str); 11] = [
+            (&|m| m.pieces[3].score = Some(f32::NAN), "spiece.model: piece 3: its score is NaN"),
+            (&|m| m.pieces[3].score = Some(f32::INFINITY), "piece 3: its score is inf"),
+            (&|m| m.pieces[3].piece = None, "piece 3: it is empty"),
+            (&|m| m.pieces[3].piece = Some("x".repeat(8000)), "piece 3: it has 8000 bytes"),
+            (&|m| m.pieces[3].kind = Some(7), "piece 3: its type 7 is not known"),
+            (&|m| m.pieces.push(piece("\u{2581}a", 0.0, 1)), "pieces 3 and 4 are both '\u{2581}a'"),
+            (&|m| m.pieces.push(piece("<0x41>", 0.0, 6)), "it has pieces for bytes, and none for 0x00"),
+            (&|m| m.pieces[0].kind = Some(1), "it has no unknown piece"),
+            (&|m| m.pieces.clear(), "it has no pieces"),
+            (
+                &|m| m.trainer_spec.as_mut().unwrap().model_type = Some(3),
+                "its model type 3 is not supported (supported: 1, unigram, and 2, BPE)",
+            ),
+            (
+                &|m| m.trainer_spec.as_mut().unwrap().treat_whitespace_as_suffix = Some(true),
+                "spaces as suffixes are not supported",
+            ),
+        ];
+        for (change, reason) in cases {
+            assert!(with(change).contains(reason), "{}\nexpected: {reason}", with(change));
+        }
+    }
+
+    #[test]
+    fn lengths_beyond_the_file_are_refused_whatever_they_claim() {
+        // A piece, the settings and the rules, each of 2^63 - 1 bytes; and a piece with such a text.
+        let length = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
+        for before in [&[0x0a][..], &[0x12], &[0x1a], &[0x0a, 0x0a, 0x0a], &[0x1a, 0x0a, 0x12]] {
+            let error = format!("{:#}", Model::read(&[before, &length].concat()).err().unwrap());
+            assert!(error.contains("it is no sentencepiece model"), "{error}");
+        }
+    }
+
+    #[test]
+    fn classes_that_do_more_are_refused_and_others_need_what_they_put_around_a_text() {
+        let cases = [
+            (r#"{"tokenizer_class": "AlbertTokenizerFast"}"#, "AlbertTokenizer is more than this file"),
+            (r#"{"tokenizer_class": "GPT2Tokenizer"}"#, "GPT2Tokenizer is more than this file"),
+            (r#"{"tokenizer_class": "NllbTokenizer"}"#, "it has no token 'eng_Latn'"),
+            (r#"{"tokenizer_class": "M2M100Tokenizer"}"#, "vocab.json: no such file"),
+            (
+                r#"{"tokenizer_class": "T5Tokenizer", "extra_ids": 4294967295}"#,
+                "extra_ids is 4294967295: at most",
+            ),
+        ];
+        for (config, reason) in cases {
+            let error = refusal(&good(), config);
+            assert!(error.contains(reason), "{error}\nexpected: {reason}");
+        }
+        let mut bare = good();
+        bare.pieces.swap(0, 1);
+        let error = refusal(&bare, r#"{"tokenizer_class": "XLMRobertaTokenizer"}"#);
+        assert!(error.contains("its first pieces should be the unknown one and two controls"), "{error}");
+    }
+}

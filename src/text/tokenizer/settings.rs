@@ -1,0 +1,269 @@
+//! What the JSON files beside a vocabulary say of it: `tokenizer_config.json`, `special_tokens_map.json`,
+//! `added_tokens.json`, and of the model's `config.json` what it is.
+//!
+//! Invariant: of two files that say different things, the one named first above is right.
+
+use super::added::Added;
+use super::class::Class;
+use crate::formats::chat::{SPECIAL_TOKENS, TOKENIZER_CONFIG};
+use crate::formats::{Folder, HubConfig};
+use anyhow::{Context, Result};
+use serde_json::Value;
+use tokenizers::AddedToken;
+
+const ADDED_TOKENS: &str = "added_tokens.json";
+const CONFIG: &str = "config.json";
+
+/// Parts that single tokens play.
+const ROLES: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// Lists of tokens without a part of their own.
+const LISTS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+
+/// Names of classes that say nothing of the vocabulary.
+const GENERIC: [&str; 3] = ["PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"];
+
+/// The settings of a folder's tokenizer.
+pub struct Settings {
+    own: Option<HubConfig>,
+    map: Option<HubConfig>,
+    added: Option<HubConfig>,
+    class: Option<Class>,
+}
+
+impl Settings {
+    pub fn read(folder: &Folder) -> Result<Settings> {
+        let own = HubConfig::read_if_present(folder, TOKENIZER_CONFIG)?;
+        let model = HubConfig::read_if_present(folder, CONFIG)?;
+        Ok(Settings {
+            class: class(own.iter().chain(&model), model.as_ref())?,
+            own,
+            map: HubConfig::read_if_present(folder, SPECIAL_TOKENS)?,
+            added: HubConfig::read_if_present(folder, ADDED_TOKENS)?,
+        })
+    }
+
+    /// The class that is named, or which the model's kind has; else from now on the given one.
+    pub fn class_or(&mut self, class: Class) -> Class {
+        self.class.get_or_insert(class).clone()
+    }
+
+    /// The class, if anything says it.
+    pub fn class(&self) -> Option<&Class> {
+        self.class.as_ref()
+    }
+
+    /// A switch of `tokenizer_config.json`.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.own.as_ref().map_or(Ok(None), |own| own.opt_bool(key))
+    }
+
+    /// A number of `tokenizer_config.json`.
+    pub fn number(&self, key: &str) -> Result<Option<u32>> {
+        self.own.as_ref().map_or(Ok(None), |own| own.opt_u32(key))
+    }
+
+    /// A text of `tokenizer_config.json`.
+    pub fn text(&self, key: &str) -> Result<Option<&str>> {
+        self.own.as_ref().map_or(Ok(None), |own| own.opt_str(key))
+    }
+
+    /// A list of names of `tokenizer_config.json`, which may be missing.
+    pub fn names(&self, key: &str) -> Result<Vec<&str>> {
+        let Some((own, list)) = self.own.as_ref().and_then(|own| Some((own, own.get(key)?))) else {
+            return Ok(Vec::new());
+        };
+        let names: Option<Vec<&str>> =
+            list.as_array().and_then(|list| list.iter().map(Value::as_str).collect());
+        names.ok_or_else(|| own.wrong(key, format_args!("{list} is not a list of names")))
+    }
+
+    /// The id of the token that plays a part. One that `tokenizer_config.json` names must be in the
+    /// vocabulary, a file to name in errors; one that an older file or the class has need not.
+    pub fn token_id(
+        &self,
+        role: &str,
+        vocabulary: &str,
+        find: impl Fn(&str) -> Option<u32>,
+    ) -> Result<Option<u32>> {
+        if let Some(own) = &self.own
+            && let Some(token) = own.opt_token(role)?
+        {
+            let missing = || own.wrong(role, format_args!("{vocabulary} has no token '{token}'"));
+            return find(token).ok_or_else(missing).map(Some);
+        }
+        let older = self.map.as_ref().map_or(Ok(None), |map| map.opt_token(role))?;
+        let usual = || self.class.as_ref().and_then(|class| class.token(role));
+        Ok(older.or_else(usual).and_then(find))
+    }
+
+    /// The tokens of `additional_special_tokens` or its newer name, in order.
+    pub fn listed(&self) -> Result<Vec<AddedToken>> {
+        for settings in self.roles() {
+            for key in LISTS {
+                let Some(list) = settings.get(key).and_then(Value::as_array) else { continue };
+                let token = |value| token(value, Special::Always).with_context(|| wrong(settings, key));
+                return list.iter().map(token).collect();
+            }
+        }
+        Ok(Vec::new())
+    }
+
+    /// All tokens that stand outside the vocabulary's own rules.
+    pub fn added(&self) -> Result<Vec<Added>> {
+        let mut added = self.with_ids()?;
+        for role in ROLES {
+            added.extend(self.in_role(role)?.map(Added::known));
+        }
+        added.extend(self.listed()?.into_iter().map(Added::appended));
+        Ok(added)
+    }
+
+    /// Those whose ids are given.
+    fn with_ids(&self) -> Result<Vec<Added>> {
+        const DECODER: &str = "added_tokens_decoder";
+        let mut added = Vec::new();
+        if let Some(own) = &self.own
+            && let Some(decoder) = own.get(DECODER).and_then(Value::as_object)
+        {
+            for (id, value) in decoder {
+                let read = || anyhow::Ok(Added::at(id.parse()?, token(value, Special::AsSaid)?));
+                added.push(read().with_context(|| format!("{}.{id}", wrong(own, DECODER)))?);
+            }
+        }
+        for (settings, name) in
+            self.added.iter().flat_map(|added| added.keys().map(move |name| (added, name)))
+        {
+            let Some(id) = settings.opt_u32(name)? else { continue };
+            if name.is_empty() {
+                return Err(settings.wrong(name, "it is no token's name"));
+            }
+            added.push(Added::at(id, AddedToken::from(name, false).normalized(false)));
+        }
+        Ok(added)
+    }
+
+    /// The token that plays a part.
+    fn in_role(&self, role: &str) -> Result<Option<AddedToken>> {
+        // Where a file gives no more than its name, the class knows how it is found.
+        let takes_spaces = role == "mask_token" && self.class.as_ref().is_some_and(Class::mask_takes_spaces);
+        for settings in self.roles() {
+            if let Some(value) = settings.get(role) {
+                let token = token(value, Special::Always).with_context(|| wrong(settings, role))?;
+                let takes_spaces = token.lstrip || (value.is_string() && takes_spaces);
+                return Ok(Some(token.lstrip(takes_spaces)));
+            }
+        }
+        let own = self.class.as_ref().and_then(|class| class.token(role));
+        Ok(own.map(|name| AddedToken::from(name, true).lstrip(takes_spaces)))
+    }
+
+    fn roles(&self) -> impl Iterator<Item = &HubConfig> {
+        self.own.iter().chain(&self.map)
+    }
+}
+
+/// The class that settings name, without "Fast" at its end, or which the model's kind has.
+fn class<'a>(
+    settings: impl Iterator<Item = &'a HubConfig>,
+    model: Option<&HubConfig>,
+) -> Result<Option<Class>> {
+    for settings in settings {
+        let name = settings.opt_str("tokenizer_class")?;
+        let name = name.map(|name| name.strip_suffix("Fast").unwrap_or(name));
+        if let Some(name) = name.filter(|name| !GENERIC.contains(name)) {
+            return Ok(Some(Class::named(name)));
+        }
+    }
+    let kind = model.map_or(Ok(None), |model| model.opt_str("model_type"))?;
+    Ok(kind.and_then(Class::of_model))
+}
+
+fn wrong(settings: &HubConfig, key: &str) -> String {
+    format!("{}: key '{key}'", settings.file().display())
+}
+
+/// Whether a token is special.
+#[derive(Clone, Copy)]
+enum Special {
+    Always,
+    AsSaid,
+}
+
+/// A token's name, or its description.
+fn token(value: &Value, special: Special) -> Result<AddedToken> {
+    let name = value.as_str().or_else(|| value["content"].as_str());
+    let name = name.filter(|name| !name.is_empty());
+    let name = name.with_context(|| format!("{value} is not a token's name or description"))?;
+    let is = |key: &str| value[key].as_bool().unwrap_or(false);
+    let special = matches!(special, Special::Always) || is("special");
+    // No vocabulary that needs these settings changes a special token's name before it looks for it.
+    Ok(AddedToken::from(name, special)
+        .normalized(false)
+        .lstrip(is("lstrip"))
+        .rstrip(is("rstrip"))
+        .single_word(is("single_word")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::tokenizer::fixtures::lay;
+    use serde_json::json;
+
+    fn settings(files: Value) -> Settings {
+        Settings::read(&lay(&files).folder()).unwrap()
+    }
+
+    #[test]
+    fn the_class_is_named_or_that_of_the_models_kind() {
+        let class = |own: Value, model: Value| {
+            settings(json!({"tokenizer_config.json": own, "config.json": model})).class().cloned()
+        };
+        let kind = json!({"model_type": "roberta"});
+        let cases = [
+            (json!({"tokenizer_class": "Qwen2TokenizerFast"}), kind.clone(), Some(Class::Qwen2)),
+            (json!({"tokenizer_class": "PreTrainedTokenizerFast"}), kind.clone(), Some(Class::Roberta)),
+            (json!({}), json!({"tokenizer_class": "BertTokenizer", "model_type": "x"}), Some(Class::Bert)),
+            (json!({"tokenizer_class": "Own"}), kind, Some(Class::Other("Own".to_owned()))),
+            (json!({}), json!({"model_type": "x"}), None),
+        ];
+        for (own, model, expected) in cases {
+            assert_eq!(class(own.clone(), model), expected, "{own}");
+        }
+    }
+
+    #[test]
+    fn roles_are_taken_from_the_settings_then_the_older_file_then_the_class() {
+        let settings = settings(json!({
+            "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "bos_token": "<b>", "never_split": ["x"]},
+            "special_tokens_map.json": {"bos_token": "<c>", "sep_token": "<s>", "pad_token": "<absent>"},
+        }));
+        let find = |name: &str| ["<b>", "<c>", "<s>", "[CLS]"].iter().position(|known| *known == name);
+        let id = |role| settings.token_id(role, "vocab.txt", |name| find(name).map(|id| id as u32)).unwrap();
+        let found = ["bos_token", "sep_token", "cls_token", "pad_token", "eos_token"].map(id);
+        assert_eq!(found, [Some(0), Some(2), Some(3), None, None]);
+        assert_eq!(settings.names("never_split").unwrap(), ["x"]);
+    }
+
+    #[test]
+    fn a_mask_takes_the_spaces_before_it_where_its_class_says_so() {
+        let takes = |class: &str, mask: Value| {
+            let mut own = json!({"tokenizer_class": class});
+            own["mask_token"] = mask;
+            let found = settings(json!({"tokenizer_config.json": own})).in_role("mask_token").unwrap();
+            found.map(|token| token.lstrip)
+        };
+        let described = json!({"content": "<mask>", "lstrip": false});
+        let cases = [
+            ("RobertaTokenizer", Value::Null, Some(true)),
+            ("XLMRobertaTokenizer", json!("<mask>"), Some(true)),
+            ("RobertaTokenizer", described, Some(false)),
+            ("BertTokenizer", Value::Null, Some(false)),
+            ("LlamaTokenizer", Value::Null, None),
+        ];
+        for (class, mask, expected) in cases {
+            assert_eq!(takes(class, mask.clone()), expected, "{class} {mask}");
+        }
+    }
+}

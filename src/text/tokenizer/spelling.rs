@@ -1,0 +1,70 @@
+//! How vocabularies spell bytes in their tokens' names.
+//!
+//! Invariant: a name that spells no bytes stands for itself.
+
+use super::Opening;
+use serde_json::{Value, json};
+
+/// How a vocabulary spells bytes in its tokens' names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spelling {
+    /// Every byte as a printable character.
+    ByteLevel,
+    /// A space as U+2581, and a byte that is no text of its own as `<0xNN>`.
+    ByteFallback,
+}
+
+impl Spelling {
+    /// The spelling that a decoder undoes, and what it does to spaces that open the text; `None` if it does
+    /// more than put bytes side by side.
+    pub fn of_decoder(decoder: &Value) -> Option<(Spelling, Opening)> {
+        if decoder["type"] == "ByteLevel" {
+            return Some((Spelling::ByteLevel, Opening::Kept));
+        }
+        let fallback = [
+            json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+        ];
+        let drop_first = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+        match decoder["decoders"].as_array()?.strip_prefix(&fallback)? {
+            [] => Some((Spelling::ByteFallback, Opening::Kept)),
+            [last] if *last == drop_first => Some((Spelling::ByteFallback, Opening::FirstDropped)),
+            _ => None,
+        }
+    }
+
+    /// The bytes that a token's name spells.
+    pub fn bytes(self, token: &str) -> Vec<u8> {
+        match self {
+            // A token with any other character, an added one, stands for itself.
+            Spelling::ByteLevel => {
+                token.chars().map(byte_of_character).collect::<Option<_>>().unwrap_or(token.into())
+            }
+            Spelling::ByteFallback => match byte_of_name(token) {
+                Some(byte) => vec![byte],
+                None => token.replace('\u{2581}', " ").into_bytes(),
+            },
+        }
+    }
+}
+
+/// The byte of a character in the alphabet of GPT-2: printable Latin-1 characters stand for themselves, and
+/// the other 68 bytes are, in order, the characters from U+0100 on.
+pub fn byte_of_character(character: char) -> Option<u8> {
+    let byte = match u32::from(character) {
+        code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => code,
+        code @ 0x100..=0x120 => code - 0x100,
+        code @ 0x121..=0x142 => code - 0x121 + 0x7f,
+        0x143 => 0xad,
+        _ => return None,
+    };
+    Some(byte as u8)
+}
+
+/// The byte that a name like `<0x0A>` stands for.
+pub fn byte_of_name(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    let is_hex = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    u8::from_str_radix(digits, 16).ok().filter(|_| is_hex)
+}

@@ -1,0 +1,203 @@
+//! Unigram segmentation: of all ways to cut a text into pieces, the one whose scores have the largest sum. So
+//! do the sentencepiece models of T5 and its kin.
+//!
+//! Sums are in single precision, from left to right, as in the sentencepiece library: two ways that are as
+//! good but for rounding are told apart as there.
+//!
+//! Invariant: the spans of a text lie side by side and cover it.
+
+use super::prefixes::Prefixes;
+use super::scored_bpe::{Kind, ScoredPiece, Span};
+
+/// How much worse than the worst piece a character is that is no piece.
+const UNKNOWN_PENALTY: f32 = 10.0;
+
+/// What a byte is worth of a piece to be taken wherever it stands, its first excepted. No other score is
+/// positive.
+const WHOLE_BYTE: f32 = 0.1;
+
+/// Pieces of text with the logarithms of their probabilities.
+#[derive(Debug)]
+pub struct Unigram {
+    /// The value is the place among `entries`.
+    pieces: Prefixes,
+    entries: Vec<Entry>,
+    unknown_score: f32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    id: u32,
+    score: Score,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Score {
+    Own(f32),
+    /// Of a piece to be taken wherever it stands.
+    Whole,
+}
+
+/// The best way to cut the text up to some byte.
+#[derive(Clone, Copy)]
+struct Best {
+    score: f32,
+    /// Where its last span begins.
+    begin: usize,
+    /// Of the last span; `None` if it is no piece.
+    id: Option<u32>,
+}
+
+impl Unigram {
+    /// The encoder of these pieces. Unused ones are left out.
+    pub fn new(pieces: &[ScoredPiece]) -> Unigram {
+        let scored = pieces.iter().filter(|piece| piece.kind == Kind::Merged);
+        let worst = scored.map(|piece| piece.score).fold(f32::MAX, f32::min);
+        let used: Vec<&ScoredPiece> = pieces.iter().filter(|piece| piece.kind != Kind::Unused).collect();
+        let entry = |piece: &&ScoredPiece| match piece.kind {
+            Kind::Whole => Entry { id: piece.id, score: Score::Whole },
+            _ => Entry { id: piece.id, score: Score::Own(piece.score) },
+        };
+        Unigram {
+            entries: used.iter().map(entry).collect(),
+            pieces: Prefixes::new(used.iter().map(|piece| piece.bytes).zip(0u32..)),
+            unknown_score: worst - UNKNOWN_PENALTY,
+        }
+    }
+
+    /// The parts of a text. Each unknown one is a single character.
+    pub fn encode(&self, text: &str) -> Vec<Span> {
+        let mut best: Vec<Option<Best>> = vec![None; text.len() + 1];
+        for (begin, character) in text.char_indices() {
+            self.extend(&mut best, begin, &text.as_bytes()[begin..], character.len_utf8());
+        }
+        spans(&best)
+    }
+
+    /// Goes on from the best way up to `begin` by every piece that `rest`, the text from there, begins with.
+    fn extend(&self, best: &mut [Option<Best>], begin: usize, rest: &[u8], character_len: usize) {
+        let so_far = best[begin].map_or(0.0, |way| way.score);
+        let mut has_character = false;
+        for (len, entry) in self.pieces.of(rest) {
+            let entry = self.entries[entry as usize];
+            has_character |= len == character_len;
+            propose(&mut best[begin + len], so_far + entry.score.of(len), begin, Some(entry.id));
+        }
+        if !has_character {
+            propose(&mut best[begin + character_len], so_far + self.unknown_score, begin, None);
+        }
+    }
+}
+
+impl Score {
+    /// For a piece of that many bytes.
+    fn of(self, len: usize) -> f32 {
+        match self {
+            Score::Own(score) => score,
+            Score::Whole => len as f32 * WHOLE_BYTE - WHOLE_BYTE,
+        }
+    }
+}
+
+/// Takes a way that is better than the best so far.
+fn propose(best: &mut Option<Best>, score: f32, begin: usize, id: Option<u32>) {
+    if best.is_none_or(|known| score > known.score) {
+        *best = Some(Best { score, begin, id });
+    }
+}
+
+/// The spans of the best way to the end.
+fn spans(best: &[Option<Best>]) -> Vec<Span> {
+    let mut spans = Vec::new();
+    let mut end = best.len() - 1;
+    while let Some(way) = best[end].filter(|_| end > 0) {
+        spans.push(way.id.map_or(Span::Unknown(way.begin..end), Span::Piece));
+        end = way.begin;
+    }
+    spans.reverse();
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::samples::Dice;
+
+    /// Cuts a text in every possible way; the largest sum of scores.
+    fn best_sum(pieces: &[ScoredPiece], unknown: f64, text: &str) -> f64 {
+        if text.is_empty() {
+            return 0.0;
+        }
+        let first = text.chars().next().map_or(0, char::len_utf8);
+        let is_piece = |len: usize| pieces.iter().find(|piece| piece.bytes == &text.as_bytes()[..len]);
+        (1..=text.len())
+            .filter(|len| text.is_char_boundary(*len))
+            .filter_map(|len| match is_piece(len) {
+                Some(piece) => Some((len, f64::from(piece.score))),
+                None => (len == first).then_some((len, unknown)),
+            })
+            .map(|(len, score)| score + best_sum(pieces, unknown, &text[len..]))
+            .fold(f64::NEG_INFINITY, f64::max)
+    }
+
+    #[test]
+    fn no_other_way_to_cut_is_better() {
+        let mut dice = Dice::new(43);
+        for _ in 0..200 {
+            let word = |dice: &mut Dice, most| -> String {
+                (0..1 + dice.below(most)).map(|_| *dice.pick(&['a', 'b', '日'])).collect()
+            };
+            let mut words: Vec<String> = (0..8).map(|_| word(&mut dice, 4)).collect();
+            words.sort();
+            words.dedup();
+            let pieces: Vec<ScoredPiece> = words
+                .iter()
+                .zip(0u32..)
+                .map(|(word, id)| {
+                    // Eighths add up exactly.
+                    let score = -(1.0 + dice.below(64) as f32 / 8.0);
+                    ScoredPiece { id, bytes: word.as_bytes(), score, kind: Kind::Merged }
+                })
+                .collect();
+            let unknown = pieces.iter().map(|piece| f64::from(piece.score)).fold(0.0, f64::min) - 10.0;
+            let unigram = Unigram::new(&pieces);
+            for _ in 0..10 {
+                let text = word(&mut dice, 9);
+                let spans = unigram.encode(&text);
+                let sum: f64 = spans
+                    .iter()
+                    .map(|span| match span {
+                        Span::Piece(id) => f64::from(pieces[*id as usize].score),
+                        Span::Unknown(_) => unknown,
+                    })
+                    .sum();
+                assert_eq!(sum, best_sum(&pieces, unknown, &text), "{text} {spans:?} {pieces:?}");
+                let joined: String = spans
+                    .into_iter()
+                    .map(|span| match span {
+                        Span::Piece(id) => &words[id as usize],
+                        Span::Unknown(range) => &text[range],
+                    })
+                    .collect();
+                assert_eq!(joined, text);
+            }
+        }
+    }
+
+    #[test]
+    fn a_whole_piece_is_taken_wherever_it_stands_and_an_unused_one_nowhere() {
+        let piece =
+            |id, word: &'static str, score, kind| ScoredPiece { id, bytes: word.as_bytes(), score, kind };
+        let pieces = [
+            piece(0, "a", -1.0, Kind::Merged),
+            piece(1, "b", -1.0, Kind::Merged),
+            piece(2, "ab", -0.5, Kind::Unused),
+            piece(3, "ba", -1000.0, Kind::Whole),
+        ];
+        let unigram = Unigram::new(&pieces);
+        assert_eq!(unigram.encode("abab"), [0, 3, 1].map(Span::Piece));
+        assert_eq!(unigram.encode("ab"), [0, 1].map(Span::Piece));
+        assert_eq!(unigram.encode("aé"), [Span::Piece(0), Span::Unknown(1..3)]);
+        assert_eq!(unigram.encode(""), []);
+    }
+}

@@ -1,0 +1,102 @@
+//! WordPiece, as BERT has it: words are cut into the longest tokens there are, and those that go on a word
+//! are marked. In a folder it is `vocab.txt`, a token a line.
+//!
+//! Invariant: a word that cannot be cut into tokens is one unknown token.
+
+use super::added::{Added, resolve};
+use super::class::Class;
+use super::draft::{Draft, id_of};
+use super::pipeline::{Normalizer, Stages};
+use super::settings::Settings;
+use super::{Around, Joining, Tokenizer, VOCAB_MAX, json};
+use crate::formats::Folder;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use std::collections::HashMap;
+use tokenizers::decoders::wordpiece::WordPiece as Decoder;
+use tokenizers::models::bpe::Vocab;
+use tokenizers::models::wordpiece::WordPiece;
+use tokenizers::normalizers::BertNormalizer;
+use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
+use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
+
+pub const FILE: &str = "vocab.txt";
+
+/// What a token that goes on a word begins with.
+pub const CONTINUED: &str = "##";
+
+/// Longer words are unknown tokens.
+const WORD_CHARACTERS_MAX: usize = 100;
+
+/// What happens to characters before words are cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Cleaning {
+    pub lowercase: bool,
+    /// As `lowercase` says, if it is not said.
+    pub strip_accents: Option<bool>,
+    pub separate_chinese: bool,
+}
+
+/// The tokenizer of a folder with this file's content.
+pub fn read(folder: &Folder, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
+    let name = || folder.file(FILE).display().to_string();
+    let class = settings.class_or(Class::Bert);
+    if class != Class::Bert {
+        bail!("{}: {class} is more than this; it needs a {}", name(), json::FILE);
+    }
+    let text = std::str::from_utf8(content).with_context(name)?;
+    // The last of lines alike has the token.
+    let vocabulary: HashMap<String, u32> = text.lines().map(str::to_owned).zip(0..).collect();
+    draft(&settings, vocabulary).and_then(Draft::finish).with_context(name)
+}
+
+fn draft(settings: &Settings, vocabulary: HashMap<String, u32>) -> Result<Draft> {
+    let find = |token: &str| vocabulary.get(token).copied();
+    let len = vocabulary.values().max().map_or(0, |largest| largest.saturating_add(1));
+    ensure!(len <= VOCAB_MAX, "it has {len} lines: ids must be below {VOCAB_MAX}");
+    let unsplit = settings
+        .names("never_split")?
+        .into_iter()
+        .map(|name| Added::known(AddedToken::from(name, false).normalized(false).single_word(true)));
+    let added = resolve(settings.added()?.into_iter().chain(unsplit).collect(), len, find)?;
+    let id = |role| settings.token_id(role, FILE, |token| id_of(&added, find, token));
+    let unknown = id("unk_token")?.context("it has no token '[UNK]'")?;
+    let unknown = vocabulary.iter().find(|(_, id)| **id == unknown).map(|(token, _)| token.clone());
+    let around = Around::of(id("cls_token")?, id("sep_token")?);
+    let (bos, eos) = (id("bos_token")?, id("eos_token")?);
+    let cleaning = Cleaning {
+        lowercase: settings.flag("do_lower_case")?.unwrap_or(true),
+        strip_accents: settings.flag("strip_accents")?,
+        separate_chinese: settings.flag("tokenize_chinese_chars")?.unwrap_or(true),
+    };
+    ensure!(settings.flag("do_basic_tokenize")? != Some(false), "words as they stand are not supported");
+    let stages = stages(vocabulary, &unknown.context("its unknown token is an added one")?, cleaning)?;
+    Ok(Draft {
+        stages,
+        joining: Joining::Library,
+        pieces: (0..len).map(|id| (id, Vec::new())).collect(),
+        added,
+        bos,
+        eos,
+        around,
+    })
+}
+
+/// The stages of a vocabulary whose tokens within words are marked.
+pub fn stages(vocabulary: HashMap<String, u32>, unknown: &str, cleaning: Cleaning) -> Result<Stages> {
+    ensure!(vocabulary.contains_key(unknown), "its unknown token has no name");
+    let vocabulary: Vocab = vocabulary.into_iter().collect();
+    let model = WordPiece::builder()
+        .vocab(vocabulary)
+        .unk_token(unknown.to_owned())
+        .continuing_subword_prefix(CONTINUED.to_owned())
+        .max_input_chars_per_word(WORD_CHARACTERS_MAX)
+        .build();
+    let Cleaning { lowercase, strip_accents, separate_chinese } = cleaning;
+    let normalizer = BertNormalizer::new(true, separate_chinese, strip_accents, lowercase);
+    Ok(Stages {
+        algorithm: model.map_err(|e| anyhow!(e))?.into(),
+        normalizer: Some(Normalizer::Library(NormalizerWrapper::BertNormalizer(normalizer))),
+        pre_tokenizer: Some(PreTokenizerWrapper::BertPreTokenizer(BertPreTokenizer)),
+        decoder: Some(DecoderWrapper::WordPiece(Decoder::new(CONTINUED.to_owned(), true))),
+    })
+}

@@ -1,0 +1,145 @@
+"""The libraries that vocabularies belong to, each with `encode`, and some with `decoded`.
+
+Invariant: ids are the library's. What a class of tokenizers adds (special tokens within texts, ids moved) is added
+around the call.
+"""
+
+import base64
+import json
+import random
+import re
+import shutil
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import sentencepiece
+import tiktoken
+from sentencepiece import sentencepiece_model_pb2 as protobuf
+from tokenizer_vocabularies import FILES, changed
+
+class Pieces:
+    """A sentencepiece model, with special tokens found in texts first, as classes of tokenizers do."""
+
+    def __init__(self, model: protobuf.ModelProto, specials: dict[str, int], prefix="always", move=lambda id: id):
+        self.first = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        later = changed(model)
+        if prefix == "first":
+            later.normalizer_spec.add_dummy_prefix = False
+        self.later = sentencepiece.SentencePieceProcessor(model_proto=later.SerializeToString())
+        self.specials, self.move = specials, move
+        names = sorted(specials, key=len, reverse=True)
+        # A mask takes the spaces before it.
+        self.pattern = re.compile("|".join(rf"\s*{n}" if n == "<mask>" else re.escape(n) for n in names))
+
+    def encode(self, text: str) -> list[int]:
+        ids, begin = [], 0
+        for match in self.pattern.finditer(text):
+            ids += self.part(text[begin : match.start()], begin)
+            ids.append(self.specials[match.group().lstrip() if match.group().endswith("<mask>") else match.group()])
+            begin = match.end()
+        return ids + self.part(text[begin:], begin)
+
+    def part(self, text: str, begin: int) -> list[int]:
+        return [self.move(id) for id in (self.first if begin == 0 else self.later).encode(text)]
+
+    def decoded(self, dice: random.Random) -> list:
+        """Texts of ids drawn at random: any pieces but the unknown one, and whole characters of bytes."""
+        size = self.first.get_piece_size()
+        known = [id for id in range(size) if not self.first.is_unknown(id) and not self.first.is_byte(id)]
+        parts = [[id] for id in known] * 2
+        parts += [[self.first.piece_to_id(f"<0x{byte:02X}>") for byte in "\u20ac\U0001f600".encode()]] * (size // 9)
+        parts = [part for part in parts if not any(self.first.is_unknown(id) for id in part)]
+        drawn = [sum((dice.choice(parts) for _ in range(dice.randrange(1, 9))), []) for _ in range(30)]
+        return [[ids, self.first.decode(ids)] for ids in drawn]
+
+
+class Transformers:
+    """A folder without tokenizer.json, read by transformers."""
+
+    def __init__(self, kind: str, files: dict):
+        import transformers
+
+        with tempfile.TemporaryDirectory() as folder:
+            lay(Path(folder), files)
+            self.tokenizer = getattr(transformers, kind).from_pretrained(folder)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def decoded(self, dice: random.Random) -> list:
+        """Texts of ids drawn at random, special ones left out."""
+        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return drawn(dice, len(self.tokenizer), decode)
+
+
+class Ranks:
+    """tiktoken."""
+
+    def __init__(self, pattern: str, specials: dict[str, int], composes=False):
+        lines = (FILES / "ranks.tiktoken").read_text().splitlines()
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+        self.encoding = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+        self.composes = composes
+
+    def encode(self, text: str) -> list[int]:
+        text = unicodedata.normalize("NFC", text) if self.composes else text
+        return self.encoding.encode(text, allowed_special="all")
+
+    def decoded(self, dice: random.Random) -> list:
+        return drawn(dice, self.encoding.max_token_value + 1, self.encoding.decode)
+
+
+class LlamaCpp:
+    """A GGUF file, read by llama.cpp."""
+
+    def __init__(self, vocabulary: dict):
+        import llama_cpp
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "vocabulary.gguf"
+            write_gguf(path, vocabulary)
+            self.model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self.model.tokenize(text.encode(), add_bos=special, special=True)
+
+
+def drawn(dice: random.Random, size: int, decode) -> list:
+    """Ids drawn at random, with their texts."""
+    sequences = [[dice.randrange(size) for _ in range(dice.randrange(1, 10))] for _ in range(30)]
+    return [[ids, decode(ids)] for ids in sequences]
+
+
+def lay(folder: Path, files: dict) -> None:
+    """Makes a model's folder: files named by where they come from, settings as they are."""
+    for name, source in files.items():
+        if isinstance(source, str):
+            shutil.copy(FILES / source, folder / name)
+        else:
+            (folder / name).write_text(json.dumps(source))
+
+
+def write_gguf(path: Path, vocabulary: dict) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
+        writer.add_uint32(f"llama.{key}", 64)
+    writer.add_uint32("llama.attention.head_count", 4)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in vocabulary.items():
+        name = f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif key == "precompiled_charsmap":
+            writer.add_array(name, bytes(value))
+        else:
+            writer.add_array(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
