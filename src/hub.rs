@@ -6,7 +6,8 @@
 //! will do.
 //!
 //! Invariant: a revision's ref is written once everything of its commit is there, and a commit that is there
-//! is used without a word to the network. What the hub says becomes a path only where it is a plain name.
+//! is used without a word to the network. What the hub says becomes a path only where it is a plain name; names with
+//! folders in them are our own.
 
 mod client;
 mod progress;
@@ -19,6 +20,7 @@ pub use reference::HubReference;
 
 use crate::config::HubSettings;
 use crate::formats::is_plain_name;
+use crate::formats::sentence::{MODULES, POOLING_CONFIG};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use client::{Client, Failure, Listed, Listing};
 use repository::{Blob, Repository};
@@ -34,7 +36,7 @@ const ENDPOINT: &str = "https://huggingface.co";
 
 /// The loader's files: one that must be there, those that may be, and the weights in one file or several.
 const CONFIG: &str = "config.json";
-const OPTIONAL: [&str; 7] = [
+const OPTIONAL: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,6 +44,8 @@ const OPTIONAL: [&str; 7] = [
     "chat_template.jinja",
     "chat_template.json",
     "spec.toml",
+    MODULES,
+    POOLING_CONFIG,
 ];
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

@@ -21,6 +21,9 @@ pub mod memory;
 /// What a model is made of, and the one definition of a layer.
 pub mod model;
 
+/// The families that ship, as data.
+pub mod specs;
+
 /// Bytes to named tensors. Nothing a file says is believed before it is checked.
 pub mod formats;
 

@@ -10,7 +10,12 @@ use std::time::{Duration, Instant};
 pub struct Request {
     /// Shown in logs and answers; not necessarily unique.
     pub id: Arc<str>,
-    /// Token ids of the prompt; at least one.
+    /// What is wanted.
+    pub task: Task,
+    /// Token ids of what an encoder reads: of a source to generate from, or of the text to embed or to fill. Empty for
+    /// models without an encoder.
+    pub source: Arc<[u32]>,
+    /// Token ids of the prompt, of the decoder where there are two stacks; at least one if anything is generated.
     pub prompt: Arc<[u32]>,
     /// Tokens to generate at most; 0 only together with `prompt_logprobs` or echo.
     pub max_tokens: u32,
@@ -32,6 +37,28 @@ pub struct Request {
     pub arrived: Instant,
     /// How long after that it may take; `None` is as long as it takes.
     pub time_limit: Option<Duration>,
+}
+
+/// What is made of a request's tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Task {
+    /// Tokens after the prompt.
+    Generate,
+    /// One vector for the source.
+    Embed(Pooling),
+    /// The likeliest tokens at some places of the source, ascending; so many of them.
+    Fill { at: Arc<[u32]>, top: u8 },
+}
+
+/// How the hidden states of a text become one vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// Their mean.
+    Mean,
+    /// The first token's.
+    Cls,
+    /// The last token's.
+    Last,
 }
 
 /// How tokens are drawn.
@@ -67,6 +94,10 @@ pub enum TokenEvent {
     Prompt(Vec<Token>),
     /// A generated token.
     Token(Token),
+    /// The vector of the source, not normalised ([`Task::Embed`]).
+    Embedding(Vec<f32>),
+    /// What fits at one of the places asked for, in their order ([`Task::Fill`]); the token is the likeliest.
+    Filled(Token),
     /// The end-of-sequence or stop token that ends the sequence: generated, but no part of the text.
     Last(Token),
     /// The sequence is over.
@@ -91,6 +122,8 @@ impl Request {
     pub fn greedy(id: impl Into<Arc<str>>, prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Request {
         Request {
             id: id.into(),
+            task: Task::Generate,
+            source: Arc::default(),
             prompt: prompt.into(),
             max_tokens,
             ignore_eos: false,
@@ -105,9 +138,27 @@ impl Request {
         }
     }
 
+    /// Tokens it came with: of the source and of the prompt.
+    pub fn given_tokens(&self) -> usize {
+        self.source.len() + self.prompt.len()
+    }
+
     /// When it must be over.
     pub fn deadline(&self) -> Option<Instant> {
         self.time_limit.map(|limit| self.arrived + limit)
+    }
+}
+
+impl Pooling {
+    pub const ALL: [Pooling; 3] = [Pooling::Mean, Pooling::Cls, Pooling::Last];
+
+    /// The word for it, in settings and requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pooling::Mean => "mean",
+            Pooling::Cls => "cls",
+            Pooling::Last => "last",
+        }
     }
 }
 
@@ -132,19 +183,19 @@ pub enum RequestError {
     /// 400: a parameter is wrong.
     #[error("{message}")]
     Invalid { param: &'static str, message: String },
-    /// 400: prompt and answer do not fit into the model's context.
+    /// 400: prompt and answer do not fit into the model's context. `prompt` is the parameter of what is continued.
     #[error(
-        "the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the context of {context} tokens"
+        "the {prompt} has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the context of {context} tokens"
     )]
-    TooLong { prompt_tokens: usize, max_tokens: usize, context: usize },
+    TooLong { prompt: &'static str, prompt_tokens: usize, max_tokens: usize, context: usize },
     /// 400: the prompt alone fills the model's context.
     #[error(
-        "the prompt has {prompt_tokens} tokens, and the context of {context} tokens has no room for an answer to it"
+        "the {prompt} has {prompt_tokens} tokens, and the context of {context} tokens has no room for an answer to it"
     )]
-    PromptTooLong { prompt_tokens: usize, context: usize },
-    /// 400: the pages the request may come to need are more than there are.
-    #[error("prompt and max_tokens need {needed} KV pages, but the whole pool has {pages}")]
-    TooLarge { needed: usize, pages: usize },
+    PromptTooLong { prompt: &'static str, prompt_tokens: usize, context: usize },
+    /// 400: the pages the request may come to need are more than there are. `what` needs them.
+    #[error("{what} need {needed} KV pages, but the whole pool has {pages}")]
+    TooLarge { what: &'static str, needed: usize, pages: usize },
     /// 404: no such model.
     #[error("the model '{model}' does not exist; this server serves '{served}'")]
     UnknownModel { model: String, served: String },

@@ -161,8 +161,12 @@ pub static KV_PAGES: Metric =
     Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages that can be reserved.");
 pub static REQUESTS_RUNNING: Metric =
     Metric::new("mainstem_num_requests_running", Gauge, "requests", "Requests in prefill or decode.");
-pub static REQUESTS_WAITING: Metric =
-    Metric::new("mainstem_num_requests_waiting", Gauge, "requests", "Requests in the waiting room.");
+pub static REQUESTS_WAITING: Metric = Metric::new(
+    "mainstem_num_requests_waiting",
+    Gauge,
+    "requests",
+    "Requests in the waiting room. Texts of a call to an encoder that follow on its first may be more than it has places.",
+);
 pub static WAITING_ROOM: Metric =
     Metric::new("mainstem_waiting_room", Gauge, "requests", "Requests that can be in the waiting room.");
 pub static SLOTS_LIVE: Metric =
@@ -189,7 +193,7 @@ pub static REQUEST_SUCCESS: Metric = Metric::new(
     "mainstem_request_success_total",
     Counter,
     "requests",
-    "Requests that were taken in and are over, by how they ended.",
+    "Requests that were taken in and are over, by how they ended. Each choice of a completion is one; the texts of one call to an encoder are one together.",
 )
 .labelled(&[("finished_reason", &["stop", "length", "abort", "error", "timeout"])]);
 pub static ADMISSION_REJECTIONS: Metric = Metric::new(
@@ -207,7 +211,7 @@ pub static CLIENTS_GONE: Metric = Metric::new(
     "mainstem_clients_gone_total",
     Counter,
     "requests",
-    "Clients that hung up before their reply was over.",
+    "Replies whose client hung up before they were over. Each choice of a completion is one; the texts of one call to an encoder are one together.",
 );
 pub static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
     "mainstem_time_to_first_token_seconds",
@@ -261,7 +265,7 @@ pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_request_prompt_tokens",
     Kind::Histogram(REQUEST_TOKENS),
     "tokens",
-    "Length of a request's prompt.",
+    "Length of a request's prompt, or of all texts of one call to an encoder.",
 );
 pub static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_request_generation_tokens",

@@ -2,14 +2,14 @@
 //! allocated, on any thread, neither from the allocator, which counts here, nor in buffers of the device. A
 //! binary of its own, because the allocator is the process's.
 
+use mainstem::model::activations::activation_bytes;
 use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, forecast, page_bytes};
-use mainstem::model::forward::activation_bytes;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Backend, HostBuf, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    Backend, HostBuf, KvTable, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanStack,
+    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Want,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -40,7 +40,8 @@ const SLOTS: u32 = 4;
 const KV: KvPlan = KvPlan { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
 
 fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: Want) -> Span {
-    Span { model: SpanModel::Target, slot, start, tokens, table, want }
+    let (model, stack) = (SpanModel::Target, SpanStack::Decoder);
+    Span { model, stack, slot, start, tokens, table, reserved: 128, source: 0, want }
 }
 
 /// Whole prompts, chunks, decoded rows, a hole, a move, scores and draws of every kind, with biases and
@@ -51,7 +52,8 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     let plain = SampleRow { temperature: 1.0, ..SampleRow::GREEDY };
     let mut first = StepBatch::with_capacity(limits);
     for slot in 0..SLOTS {
-        first.tables.extend((0..4).map(|index| TableUpdate { slot, index, page: 1 + slot * 4 + index }));
+        let entry = |index| TableUpdate { slot, table: KvTable::Own, index, page: 1 + slot * 4 + index };
+        first.tables.extend((0..4).map(entry));
     }
     first.tokens.extend(3..83);
     let given = |at, len| SpanTokens::Given { at, len };
@@ -85,10 +87,12 @@ fn limits(source: &ModelSource) -> StepLimits {
         rows: 96,
         logit_rows: 8,
         positions: 128,
+        source_positions: 0,
         page_positions: 32,
         top_logprobs: 5,
         biases: 4,
         vocab: source.spec.vocab,
+        hidden: 0,
     }
 }
 
@@ -97,12 +101,14 @@ fn main() {
     println!("test a_step_allocates_nothing ... ok");
     what_is_allocated_is_what_the_formulas_say();
     println!("test what_is_allocated_is_what_the_formulas_say ... ok");
+    models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step();
+    println!("test models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
 }
 
 /// The sizes by which memory is shared out before anything is allocated, against what then is, to the byte:
 /// for the fast backend, whose pages have padding in one of these fixtures, and for the oracle.
 fn what_is_allocated_is_what_the_formulas_say() {
-    for fixture in ["f16", "gqa"] {
+    for fixture in ["f16", "gqa", "gguf/q4_0.gguf"] {
         let source = open(fixture);
         check_report(fixture, cpu, &source);
     }
@@ -118,7 +124,7 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
         [width] => width * size_of::<f32>(),
         _ => tensor.bytes,
     });
-    let rope = limits.positions * source.spec.rope.dims * size_of::<f32>();
+    let rope = limits.positions * source.spec.last_stack().ropes[0].dims * size_of::<f32>();
     assert_eq!(report.weight_bytes, tensors.sum::<usize>() + rope, "{what}: weights");
     assert_eq!(report.kv_bytes, page * KV.pages, "{what}: cache");
     assert_eq!(report.activation_bytes, activation_bytes(&source.spec, &limits), "{what}: activations");
@@ -142,8 +148,65 @@ fn report_of<B: Backend>(backend: B, source: &ModelSource) -> (ExecutorReport, u
     (executor.report(), HostBuf::allocated() - before)
 }
 
+fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
+    for fixture in ["families/bert", "families/m2m100"] {
+        let source = open(fixture);
+        let has_decoder = source.spec.decoder.is_some();
+        let limits = StepLimits {
+            positions: if has_decoder { 64 } else { 0 },
+            source_positions: 40,
+            hidden: if has_decoder { 0 } else { source.spec.hidden },
+            ..limits(&source)
+        };
+        let forecast = forecast(cpu(), &source, KV, limits).expect("the fixture is open");
+        let mut executor = ModelExecutor::new(cpu(), &source, KV, limits).expect("the fixture loads");
+        let buffers = |of: &ExecutorReport| (of.kv_bytes, of.activation_bytes, of.step_bytes);
+        assert_eq!(buffers(&forecast), buffers(&executor.report()), "{fixture}: the forecast");
+        let mut output = StepOutput::with_capacity(&limits);
+        let mut batch = sources(&limits, has_decoder);
+        for step in 1..10 {
+            batch.step = step;
+            let before = ALLOCATIONS.load(Ordering::SeqCst);
+            executor.run(&batch, &mut output).expect("the step runs");
+            assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "{fixture}, step {step}");
+        }
+    }
+}
+
+/// Two sources, and what a decoder or who asks of an encoder makes of them.
+fn sources(limits: &StepLimits, has_decoder: bool) -> StepBatch {
+    let mut batch = StepBatch::with_capacity(limits);
+    batch.tokens.extend(3..73);
+    let mut add = |stack, slot, at, len, table, want| {
+        let own = span(slot, 0, SpanTokens::Given { at, len }, table, want);
+        batch.spans.push(Span { stack, reserved: 64, source: 35, ..own });
+    };
+    let wants = [Want::Hidden, Want::Picked { at: 0, len: 2 }];
+    for (slot, want) in wants.into_iter().enumerate() {
+        let want = if has_decoder { Want::None } else { want };
+        add(SpanStack::Encoder, slot as u32, slot as u32 * 35, 35, SpanTable::Scratch, want);
+    }
+    if has_decoder {
+        add(SpanStack::Decoder, 0, 0, 9, SpanTable::Own, Want::Last);
+        add(SpanStack::Decoder, 1, 9, 5, SpanTable::Own, Want::All);
+    }
+    batch.picks.extend([3, 30]);
+    let entry = |(slot, table)| TableUpdate { slot, table, index: 0, page: 1 + slot };
+    let tables = [(0, KvTable::Own), (1, KvTable::Own), (0, KvTable::Cross), (1, KvTable::Cross)];
+    batch.tables.extend(tables.map(entry).into_iter().filter(|_| has_decoder));
+    let row = SampleRow { mode: SampleMode::Score(7), top_logprobs: 5, ..SampleRow::GREEDY };
+    batch.samples.extend(vec![row; if has_decoder { 6 } else { 2 }]);
+    batch
+}
+
 fn a_step_allocates_nothing() {
-    let source = open("gqa");
+    for fixture in ["gqa", "gguf/q8_0.gguf"] {
+        steps_allocate_nothing(fixture);
+    }
+}
+
+fn steps_allocate_nothing(fixture: &str) {
+    let source = open(fixture);
     let limits = limits(&source);
     let mut executor = ModelExecutor::new(cpu(), &source, KV, limits).expect("the fixture loads");
     let mut output = StepOutput::with_capacity(&limits);
@@ -155,7 +218,7 @@ fn a_step_allocates_nothing() {
             let before = ALLOCATIONS.load(Ordering::SeqCst);
             executor.run(batch, &mut output).expect("the step runs");
             let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
-            assert_eq!((made, HostBuf::allocated()), (0, buffers), "round {round}, step {number}");
+            assert_eq!((made, HostBuf::allocated()), (0, buffers), "{fixture}, round {round}, step {number}");
             assert_eq!(output.rows.len(), batch.samples.len());
         }
     }

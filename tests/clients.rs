@@ -107,11 +107,14 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
         return Ok(());
     }
     let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
+    let encoder = Server::start(&[&family("bert")?])?;
+    let translator = Server::start(&[&family("m2m100")?])?;
     // The slow backend, so that an answer is under way for as long as somebody else asks.
     let slow = Server::start(&["--device", "reference", "--slots", "1", "--max-waiting", "0"])?;
     let mut script = program::alone(python());
     script.arg(in_checkout("tests/clients/openai_session.py")).arg(&plain.url);
     script.args(["--keyed", &keyed.url, "--key", KEY, "--slow", &slow.url]);
+    script.args(["--encoder", &encoder.url, "--translator", &translator.url]);
     let before = (report.passed, report.failed);
     let status = Running::start(&mut script)?.follow(SESSION, |line| report.note(line));
     match status {
@@ -121,6 +124,24 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
         status => report.result(NAME, status.and_then(success)),
     }
     Ok(())
+}
+
+/// The folder of a family's fixture, with the tokenizer that all of them share.
+fn family(name: &str) -> Result<String, String> {
+    let families = in_checkout("tests/fixtures/families");
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join(name);
+    let copy = |from: PathBuf| {
+        let to = folder.join(from.file_name().expect("it is a file"));
+        std::fs::copy(&from, to).map_err(|error| format!("cannot copy {}: {error}", from.display()))
+    };
+    std::fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
+    for file in ["config.json", "model.safetensors"] {
+        copy(families.join(name).join(file))?;
+    }
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        copy(families.join(file))?;
+    }
+    Ok(folder.display().to_string())
 }
 
 /// The dashboard is what its generator makes.
@@ -168,7 +189,7 @@ fn success(status: ExitStatus) -> Result<(), String> {
     if status.success() { Ok(()) } else { Err(format!("it ended with {status}")) }
 }
 
-/// The program, serving the model that is built in.
+/// The program, serving the model that is built in, or one that the flags name.
 struct Server {
     url: String,
     _process: Running,

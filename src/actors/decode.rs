@@ -2,26 +2,30 @@
 //!
 //! Owns the live sequences, from their first chunk to their end, and is the only one to issue device work.
 //! Never waits for a client, never sees text, never decides who gets a slot.
+//! A text for a lone encoder is a sequence of one step: it takes a slot and no pages, and leaves with its answer.
 //! Invariant: a sequence is dropped only between two steps, so no step in flight names its slot or pages.
+
+mod live;
+
+mod fill;
+
+mod settle;
 
 use super::device::Step;
 use super::group::Group;
-use super::kv::{Plan, Reset, Turn};
-use super::meters::{Meters, Moments, StepSize};
+use super::kv::{Join, Plan, Reset, Turn};
+use super::meters::Meters;
 use super::prefill::{Chunk, ForgetBegun, NextChunk};
-use super::sequence::{Key, Sequence};
+use super::sequence::Key;
 use super::status::Status;
 use super::stream::EventSender;
 use crate::config::Policy;
-use crate::decoding;
-use crate::request::{FinishReason, RequestError, Token, TokenEvent};
+use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
 use futures_util::FutureExt;
+use live::{Live, Piece};
 use mainstem_kernels::batch::Slot;
-use mainstem_kernels::{
-    DeviceError, SampleMode, SampleRow, SampledRow, Span, SpanModel, SpanTable, SpanTokens, StepBatch,
-    StepLimits, StepOutput, Want,
-};
+use mainstem_kernels::{DeviceError, StepLimits};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Instant;
@@ -106,25 +110,11 @@ struct MainStem {
     made_at: Instant,
     /// Who waits for the wanted rows of the step being built or run, row by row.
     wanted: Vec<Wanted>,
+    /// Who is answered whole by that step: lone encoders' sequences, by their places among the live, in row order.
+    whole: Vec<usize>,
     /// The step that is not travelling.
     spare: Option<Box<Step>>,
     meters: Meters,
-}
-
-/// A sequence that holds a slot.
-struct Live {
-    key: Key,
-    slot: Slot,
-    sequence: Box<Sequence>,
-    /// The part of its prompt that the next step computes.
-    piece: Option<Piece>,
-    /// Tokens drawn; none while its prompt is on its way.
-    generated: u32,
-    /// Its end is told; it leaves when the turn is through.
-    over: bool,
-    moments: Moments,
-    /// Log-probabilities of prompt tokens, until the prompt is through.
-    prompt: Vec<Token>,
 }
 
 /// What a wanted row's result is for. Sequences are named by their place among the live.
@@ -134,19 +124,13 @@ enum Wanted {
     Next(usize),
     /// The log-probability of a prompt token.
     PromptToken(usize),
+    /// What fits at a place of a sequence's source.
+    Place(usize),
     /// Nobody: a hole of the window.
     Nobody,
 }
 
-/// A run of a prompt's tokens.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    start: usize,
-    len: usize,
-    last: bool,
-}
-
-/// One span of a step; sequences as in [`Wanted`].
+/// One span of a step, or a prompt's with its source's; sequences as in [`Wanted`].
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Next(usize),
@@ -163,6 +147,7 @@ impl MainStem {
             outbox: Vec::new(),
             made_at: Instant::now(),
             wanted: Vec::with_capacity(config.limits.rows),
+            whole: Vec::with_capacity(config.limits.slots),
             spare: Some(Box::new(Step::with_capacity(&config.limits))),
             meters: Meters::new(),
             config,
@@ -221,7 +206,7 @@ impl MainStem {
         for Chunk { key, sequence, start, len, last } in chunks {
             if let Some(sequence) = sequence {
                 let lease = sequence.lease.as_ref().expect("prefill obtained its pages, else this is a bug");
-                self.turn.joins.push((key, lease.pages().to_vec()));
+                self.turn.joins.push(Join { key, own: lease.own().to_vec(), cross: lease.cross().to_vec() });
                 self.live.push(Live::new(key, sequence, &self.meters));
             }
             // Who has just come is the last.
@@ -249,7 +234,7 @@ impl MainStem {
             let mut step =
                 self.spare.take().unwrap_or_else(|| Box::new(Step::with_capacity(&self.config.limits)));
             self.fill(&mut step.batch, plan.take(), spans);
-            let size = size(&step.batch);
+            let size = fill::size(&step.batch);
             let running = self.neighbours.group.send(step);
             let sent = self.meters.sent();
             self.flush();
@@ -302,119 +287,6 @@ impl MainStem {
         work
     }
 
-    fn fill(&mut self, batch: &mut StepBatch, plan: Option<Plan>, spans: &[Work]) {
-        batch.clear();
-        self.wanted.clear();
-        if let Some(plan) = plan {
-            self.meters.moved(plan.moves.len());
-            batch.moves.extend(plan.moves);
-            batch.copies.extend(plan.copies);
-            batch.tables.extend(plan.tables);
-        }
-        for span in spans {
-            match *span {
-                Work::Next(at) => self.add_next(batch, at),
-                Work::Chunk(at, piece) => self.add_chunk(batch, at, piece),
-                Work::Hole(slot) => self.add_hole(batch, slot),
-            }
-        }
-        assert_eq!(self.wanted.len(), batch.samples.len(), "each wanted row has somebody who waits for it");
-    }
-
-    fn add_next(&mut self, batch: &mut StepBatch, at: usize) {
-        let live = &self.live[at];
-        let start = live.next_position() - 1;
-        batch.spans.push(span(live.slot, start, SpanTokens::Last, SpanTable::Own, Want::Last));
-        self.add_draw(batch, at);
-    }
-
-    fn add_chunk(&mut self, batch: &mut StepBatch, at: usize, piece: Piece) {
-        let Piece { start, len, last } = piece;
-        let live = &self.live[at];
-        let request = &live.sequence.request;
-        let tokens = SpanTokens::Given { at: batch.tokens.len() as u32, len: len as u32 };
-        batch.tokens.extend_from_slice(&request.prompt[start..start + len]);
-        let want = match (request.prompt_logprobs, last) {
-            (true, _) => Want::All,
-            (false, true) => Want::Last,
-            (false, false) => Want::None,
-        };
-        batch.spans.push(span(live.slot, start as u32, tokens, SpanTable::Own, want));
-        if request.prompt_logprobs {
-            // A row's logits tell of the token after it.
-            for token in request.prompt[start + 1..].iter().take(len) {
-                batch.samples.push(SampleRow {
-                    mode: SampleMode::Score(*token),
-                    logprob: true,
-                    ..live.row()
-                });
-                self.wanted.push(Wanted::PromptToken(at));
-            }
-        }
-        if last {
-            self.add_draw(batch, at);
-        }
-    }
-
-    /// Adds the row that draws a sequence's next token, with its biases.
-    fn add_draw(&mut self, batch: &mut StepBatch, at: usize) {
-        let live = &self.live[at];
-        let bias_at = batch.biases.len();
-        batch.biases.extend(decoding::biases(&live.sequence.request, &self.config.eos, live.generated));
-        let bias_len = (batch.biases.len() - bias_at) as u32;
-        batch.samples.push(SampleRow { bias_at: bias_at as u32, bias_len, ..live.row() });
-        self.wanted.push(Wanted::Next(at));
-    }
-
-    fn add_hole(&mut self, batch: &mut StepBatch, slot: Slot) {
-        batch.spans.push(span(slot, 0, SpanTokens::Last, SpanTable::Sink, Want::Last));
-        batch.samples.push(SampleRow::GREEDY);
-        self.wanted.push(Wanted::Nobody);
-    }
-
-    /// Hands each result to who waits for it.
-    fn settle(&mut self, output: &StepOutput) {
-        assert_eq!(output.rows.len(), self.wanted.len(), "a result for each wanted row");
-        let wanted = std::mem::take(&mut self.wanted);
-        for (row, wanted) in output.rows.iter().zip(&wanted) {
-            match *wanted {
-                Wanted::Nobody => {}
-                Wanted::PromptToken(at) => self.live[at].prompt.push(reported(output, row)),
-                Wanted::Next(at) => self.next_token(at, reported(output, row)),
-            }
-        }
-        self.wanted = wanted;
-    }
-
-    fn next_token(&mut self, at: usize, token: Token) {
-        let live = &mut self.live[at];
-        let request = &live.sequence.request;
-        let events = &live.sequence.events;
-        live.generated += 1;
-        if live.generated == 1 {
-            self.meters.first_token(&mut live.moments, request.prompt.len(), self.made_at);
-            if request.prompt_logprobs {
-                let first = Token { id: request.prompt[0], logprob: None, top: Vec::new() };
-                let tokens = std::iter::once(first).chain(live.prompt.drain(..)).collect();
-                self.outbox.push((events.clone(), TokenEvent::Prompt(tokens)));
-            }
-        }
-        let end = decoding::finish(token.id, request, &self.config.eos, live.generated);
-        let event = match end {
-            Some(FinishReason::Stop | FinishReason::StopToken(_)) => TokenEvent::Last(token),
-            Some(FinishReason::Length) | None => TokenEvent::Token(token),
-        };
-        if request.max_tokens > 0 {
-            self.meters.token();
-            self.outbox.push((events.clone(), event));
-        }
-        if let Some(reason) = end {
-            self.outbox.push((events.clone(), TokenEvent::Finished(reason)));
-            self.meters.over(live.moments, live.generated, self.made_at);
-            live.over = true;
-        }
-    }
-
     /// Sends what the last step made.
     fn flush(&mut self) {
         for (events, event) in self.outbox.drain(..) {
@@ -432,50 +304,8 @@ impl MainStem {
         }
         self.turn = Turn::default();
         self.wanted.clear();
+        self.whole.clear();
         self.neighbours.prefill_forget.do_send(ForgetBegun);
         self.neighbours.kv_reset.do_send(Reset);
     }
-}
-
-impl Live {
-    /// A sequence whose first chunk came just now, still without a slot.
-    fn new(key: Key, sequence: Box<Sequence>, meters: &Meters) -> Live {
-        Live {
-            key,
-            slot: Slot::MAX,
-            piece: None,
-            generated: 0,
-            over: false,
-            moments: meters.scheduled(sequence.arrived),
-            prompt: Vec::new(),
-            sequence,
-        }
-    }
-
-    /// The position of its next token.
-    fn next_position(&self) -> u32 {
-        self.sequence.request.prompt.len() as u32 + self.generated
-    }
-
-    /// How its next token is drawn, but for biases.
-    fn row(&self) -> SampleRow {
-        let request = &self.sequence.request;
-        decoding::compile(&request.sampling, self.next_position(), request.logprobs)
-    }
-}
-
-/// Rows, holes and sequences of a step.
-fn size(batch: &StepBatch) -> StepSize {
-    let holes = batch.spans.iter().filter(|span| span.table == SpanTable::Sink).count();
-    StepSize { rows: batch.rows(), holes, slots: batch.spans.len() - holes }
-}
-
-fn span(slot: Slot, start: u32, tokens: SpanTokens, table: SpanTable, want: Want) -> Span {
-    Span { model: SpanModel::Target, slot, start, tokens, table, want }
-}
-
-/// A row's result with what was asked for beside it.
-fn reported(output: &StepOutput, row: &SampledRow) -> Token {
-    let logprob = (!row.logprob.is_nan()).then_some(row.logprob);
-    Token { id: row.token, logprob, top: output.top_of(row).to_vec() }
 }

@@ -2,11 +2,13 @@
 //!
 //! Invariant: when `start` returns, the model is loaded, every buffer is allocated, and requests are served.
 
+use super::conventions::Conventions;
 use super::decode::{Decode, DecodeConfig, Neighbours};
 use super::device::{Build, Device, Factory};
 use super::group::Group;
-use super::intake::{Intake, IntakeLimits};
+use super::intake::Intake;
 use super::kv::Kv;
+use super::limits::IntakeLimits;
 use super::prefill::Prefill;
 use super::status::Status;
 use super::stream::IntakeHandle;
@@ -14,8 +16,8 @@ use crate::config::{Config, DeviceKind, KvConfig, KvSize, Policy, SamplingDefaul
 use crate::formats::{ChatSource, SamplingDefaults};
 use crate::memory::PagePool;
 use crate::model::ModelSource;
-use crate::model::executor::{ExecutorReport, KvPlan, page_bytes};
-use crate::model::forward::activation_bytes;
+use crate::model::executor::{ExecutorReport, KvPlan, page_bytes, working_bytes};
+use crate::model::spec::{Kind, ModelSpec};
 use crate::telemetry;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
@@ -42,22 +44,34 @@ pub struct EngineSetup {
     pub model: ModelInfo,
     /// Keys of the model's generation_config.json that are not served.
     pub unserved: Vec<String>,
+    /// What the model's files say otherwise of vectors than they are made, in words.
+    pub caution: Option<String>,
 }
 
 /// What the server tells of the model.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
     pub name: String,
-    /// Tokens of prompt and answer together that the model, or the configuration, allows.
+    pub kind: Kind,
+    /// Where its tasks are asked for.
+    pub endpoints: Vec<&'static str>,
+    /// Whether logits come out.
+    pub has_head: bool,
+    /// Tokens of prompt and answer together that the model, or the configuration, allows; of a lone encoder, those of
+    /// its input.
     pub context: usize,
     /// The same, as far as the KV cache goes.
     pub longest: usize,
+    /// Tokens of the longest source; 0 without an encoder.
+    pub source_context: usize,
     /// Sequences that can be taken in at once: slots and places to wait.
     pub choices_max: usize,
     pub vocab: usize,
     pub eos: Vec<u32>,
     /// For requests that do not say.
     pub defaults: SamplingDefaults,
+    /// How it wants to be asked, by its kind.
+    pub conventions: Conventions,
     /// How messages become a prompt, if the model says so.
     pub chat: Option<Arc<ChatTemplate>>,
     /// When it was loaded, in seconds of Unix time.
@@ -90,21 +104,17 @@ impl EngineSetup {
     pub fn new(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
+        ensure!(
+            spec.has_head() || spec.decoder.is_none(),
+            "{}: head.kind is \"none\", but a decoder generates by its head",
+            spec.provenance.specification
+        );
         let context = context(&config.kv, spec.context)?;
-        let mut limits = StepLimits {
-            slots: scheduler.slots,
-            // Prompt tokens of one step, beside a window that may be full of decoding slots and holes.
-            rows: scheduler.token_budget + scheduler.slots,
-            logit_rows: scheduler.slots.max(32),
-            positions: context,
-            page_positions: config.kv.page_positions,
-            top_logprobs: TOP_LOGPROBS,
-            biases: BIASES,
-            vocab: spec.vocab,
-        };
+        let mut limits = step_limits(config, spec, context);
         let kv = kv_plan(&config.kv, &limits, source, free_memory(config.device.kind))?;
         // No sequence outgrows the pool, and tables are made for the longest there can be.
-        limits.positions = context.min((kv.pages - 1) * limits.page_positions);
+        let own_pages = (kv.pages - 1).saturating_sub(source_pages_min(&limits));
+        limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let name = match config.model.served_name.is_empty() {
             true => source.name(),
@@ -117,16 +127,22 @@ impl EngineSetup {
         };
         let model = ModelInfo {
             name,
+            kind: spec.kind,
+            endpoints: spec.endpoints(),
+            has_head: spec.has_head(),
             context,
-            longest: limits.positions,
+            longest: if spec.decoder.is_some() { limits.positions } else { context },
+            source_context: limits.source_positions,
             choices_max: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
             eos: end_tokens(source)?,
             defaults,
+            conventions: Conventions::of(source, &config.model)?,
             chat,
             created,
         };
-        Ok(EngineSetup { scheduler, limits, kv, model, unserved })
+        let caution = Conventions::caution(source, &config.model);
+        Ok(EngineSetup { scheduler, limits, kv, model, unserved, caution })
     }
 }
 
@@ -141,6 +157,9 @@ pub async fn start(setup: EngineSetup, tokenizer: Arc<Tokenizer>, factory: Facto
     if !setup.unserved.is_empty() {
         let keys = setup.unserved.join(", ");
         warn!("generation_config.json asks for what is not served: {}", keys.escape_debug());
+    }
+    if let Some(caution) = &setup.caution {
+        warn!("{}", caution.escape_debug());
     }
     telemetry::SLOTS.set(setup.limits.slots as f64);
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
@@ -204,12 +223,16 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Group, status: A
         slots,
         max_waiting,
         context: setup.model.context,
+        source_context: limits.source_positions,
         vocab: limits.vocab,
         top_logprobs: limits.top_logprobs,
         biases: limits.biases,
         eos: setup.model.eos.len(),
         pages: pages - 1,
         page_positions: limits.page_positions,
+        kind: setup.model.kind,
+        has_head: setup.model.has_head,
+        endpoints: setup.model.endpoints.clone(),
     };
     let intake = Intake::start_in_arbiter(&thread, move |_| Intake::new(door, prefill.recipient(), status));
     Actors { intake, kv }
@@ -241,6 +264,31 @@ fn context(kv: &KvConfig, model: usize) -> Result<usize> {
     Ok(context)
 }
 
+/// The bounds of a step, as if there were pages for all.
+fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
+    let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
+    let source_positions = spec.source_context().min(config.kv.max_context.unwrap_or(usize::MAX));
+    StepLimits {
+        slots,
+        // Prompt tokens of one step, or one source that is longer, beside a window that may be full of decoding slots
+        // and holes.
+        rows: token_budget.max(source_positions) + slots,
+        logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
+        positions: if spec.decoder.is_some() { context } else { 0 },
+        source_positions,
+        page_positions: config.kv.page_positions,
+        top_logprobs: TOP_LOGPROBS,
+        biases: BIASES,
+        vocab: spec.vocab,
+        hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+    }
+}
+
+/// Pages that a sequence's source takes at least.
+fn source_pages_min(limits: &StepLimits) -> usize {
+    limits.cross_table_len().min(1)
+}
+
 /// Bytes that a device of this kind may take. The fake one takes none, so nothing bounds its cache.
 fn free_memory(device: DeviceKind) -> usize {
     match device {
@@ -249,21 +297,30 @@ fn free_memory(device: DeviceKind) -> usize {
     }
 }
 
-/// How many pages the cache gets, the sink included, where `free` bytes are to be had.
+/// How many pages the cache gets, the sink included, where `free` bytes are to be had. A lone encoder keeps nothing: the
+/// sink is all it has.
 fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource, free: usize) -> Result<KvPlan> {
+    if source.spec.decoder.is_none() {
+        return Ok(KvPlan { ty: kv.ty, pages: 1 });
+    }
     let page = page_bytes(source, kv.ty, kv.page_positions)
         .with_context(|| format!("kv.page_positions: a page of {} is too large", kv.page_positions))?;
-    let whole = limits.slots * limits.table_len();
+    let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
+    let least = 1 + source_pages_min(limits);
     let pages = match kv.size {
         KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_positions),
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
-        KvSize::Fitting => whole.min(spare_memory(free, limits, source) / page).max(1),
+        KvSize::Fitting => whole.min(spare_memory(free, limits, source) / page).max(least),
     };
     // More than every slot can use would only be memory lost.
     let pages = pages.min(whole);
     let wanted = pages.saturating_mul(page);
     ensure!(wanted <= free, "kv.size asks for {wanted} bytes, but only {free} are free");
     ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
+    ensure!(
+        pages >= least,
+        "the configured KV cache is one page of {page} bytes, but a sequence takes {least}: its own and its source's"
+    );
     ensure!(
         pages < u32::MAX as usize,
         "the configured KV cache has {pages} pages, more than can be numbered"
@@ -274,7 +331,7 @@ fn kv_plan(kv: &KvConfig, limits: &StepLimits, source: &ModelSource, free: usize
 /// Half of what is left of the `free` bytes once weights and activations are in: the other half belongs to whoever
 /// else uses the machine, and to the page cache.
 fn spare_memory(free: usize, limits: &StepLimits, source: &ModelSource) -> usize {
-    let taken = source.checkpoint.total_bytes() + activation_bytes(&source.spec, limits);
+    let taken = source.checkpoint.total_bytes() + working_bytes(source, limits);
     free.saturating_sub(taken) / 2
 }
 
@@ -302,7 +359,13 @@ fn report(setup: &EngineSetup, built: &ExecutorReport) -> String {
     let EngineSetup { scheduler, limits, kv, model, .. } = setup;
     let mut text = String::new();
     let lines = [
-        format!("model        {}: vocabulary {}, context {}", model.name, model.vocab, model.context),
+        format!(
+            "model        {}: {}, vocabulary {}, context {}",
+            model.name,
+            stacks(model),
+            model.vocab,
+            model.context
+        ),
         format!("device       {}", built.device),
         format!("weights      {:.1} MiB in {} tensors", mib(built.weight_bytes), built.tensors.len()),
         format!(
@@ -326,4 +389,15 @@ fn report(setup: &EngineSetup, built: &ExecutorReport) -> String {
         let _ = writeln!(text, "{line}");
     }
     text
+}
+
+/// The stacks of layers there are.
+fn stacks(model: &ModelInfo) -> String {
+    match model.kind {
+        Kind::Decoder => "decoder".to_owned(),
+        Kind::Encoder => "encoder".to_owned(),
+        Kind::EncoderDecoder => {
+            format!("encoder for sources of up to {} and decoder", model.source_context)
+        }
+    }
 }

@@ -1,39 +1,20 @@
 //! Intake: the door. Checks requests once, and lets them in when slots are free. Those that are handed in
-//! together are taken in together or not at all; from there on each goes its own way.
+//! together are taken in together or not at all; from there on each goes its own way. What continues a request
+//! that was taken in finds the door open: the waiting room is bounded for those that are new.
 //!
 //! Owns the permits (one for each slot) and the waiting room. Never sees a token being made.
 //! Invariant: permits out + permits free = slots; who waits, waits because the permits were not enough.
 
+use super::limits::{IntakeLimits, invalid};
 use super::sequence::{Key, Sequence};
 use super::status::Status;
-use super::stream::{EventSender, Submit, TokenStream, channel};
-use crate::request::{FinishReason, Request, RequestError, TokenEvent};
-use crate::{decoding, telemetry};
+use super::stream::{EventSender, Standing, Submit, TokenStream, channel};
+use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
+use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, Recipient};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// What a request is checked against.
-#[derive(Clone, Copy, Debug)]
-pub struct IntakeLimits {
-    /// Sequences that can be live at once.
-    pub slots: usize,
-    /// Requests that may wait.
-    pub max_waiting: usize,
-    /// Positions of a sequence, prompt and answer.
-    pub context: usize,
-    pub vocab: usize,
-    /// Most likely tokens that can be reported beside each.
-    pub top_logprobs: usize,
-    /// Biases of a sequence's logits, stop tokens and the model's own end-of-sequence tokens counted.
-    pub biases: usize,
-    /// End-of-sequence tokens of the model.
-    pub eos: usize,
-    /// Pages of the pool that can be leased, the sink not among them.
-    pub pages: usize,
-    pub page_positions: usize,
-}
 
 /// The right to a slot; comes home when dropped.
 pub struct Permit {
@@ -96,14 +77,17 @@ impl Actor for Intake {
 impl Handler<Submit> for Intake {
     type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit(requests): Submit, ctx: &mut Self::Context) -> Self::Result {
-        if self.status.is_draining() {
+    fn handle(&mut self, Submit { requests, standing }: Submit, ctx: &mut Self::Context) -> Self::Result {
+        let is_new = standing == Standing::New;
+        if is_new && self.status.is_draining() {
             return Err(RequestError::Draining);
         }
         for request in &requests {
-            self.check(request)?;
+            self.limits.check(request)?;
         }
-        self.check_room(&requests)?;
+        if is_new {
+            self.check_room(&requests)?;
+        }
         let streams = requests.into_iter().map(|request| self.take_in(request)).collect();
         self.admit(ctx);
         Ok(streams)
@@ -131,65 +115,7 @@ impl Handler<FreePermits> for Intake {
 impl Intake {
     /// An intake with all permits at home.
     pub fn new(limits: IntakeLimits, prefill: Recipient<Admit>, status: Arc<Status>) -> Intake {
-        Intake { limits, free: limits.slots, waiting: VecDeque::new(), next_key: 0, prefill, status }
-    }
-
-    fn check(&self, request: &Request) -> Result<(), RequestError> {
-        let limits = &self.limits;
-        decoding::validate(&request.sampling)
-            .map_err(|(param, message)| RequestError::Invalid { param, message })?;
-        if request.prompt.is_empty() {
-            return Err(invalid("prompt", "the prompt has no tokens".to_owned()));
-        }
-        if let Some(id) = request.prompt.iter().find(|id| **id as usize >= limits.vocab) {
-            let message = format!("token id {id} is not in the vocabulary of {}", limits.vocab);
-            return Err(invalid("prompt", message));
-        }
-        self.check_ends_and_biases(request)?;
-        if request.logprobs.is_some_and(|n| usize::from(n) > limits.top_logprobs) {
-            let message = format!("logprobs can be {} at most", limits.top_logprobs);
-            return Err(invalid("logprobs", message));
-        }
-        let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
-        if prompt_tokens >= limits.context && max_tokens > 0 {
-            return Err(RequestError::PromptTooLong { prompt_tokens, context: limits.context });
-        }
-        if prompt_tokens + max_tokens > limits.context {
-            return Err(RequestError::TooLong { prompt_tokens, max_tokens, context: limits.context });
-        }
-        let needed = (prompt_tokens + max_tokens).div_ceil(limits.page_positions);
-        if needed > limits.pages {
-            return Err(RequestError::TooLarge { needed, pages: limits.pages });
-        }
-        Ok(())
-    }
-
-    /// What ends a sequence early, or late, and what its logits get added.
-    fn check_ends_and_biases(&self, request: &Request) -> Result<(), RequestError> {
-        let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
-        let (vocab, limit) = (self.limits.vocab, self.limits.biases);
-        if min_tokens > max_tokens {
-            let message = format!("min_tokens is {min_tokens} but max_tokens is {max_tokens}");
-            return Err(invalid("min_tokens", message));
-        }
-        if let Some(id) = stop_ids.iter().find(|id| **id as usize >= vocab) {
-            let message = format!("stop token id {id} is not in the vocabulary of {vocab}");
-            return Err(invalid("stop_token_ids", message));
-        }
-        let eos = if request.ignore_eos { 0 } else { self.limits.eos };
-        let ends = stop_ids.len() + eos;
-        if ends > limit {
-            let message = format!("tokens that end the sequence can be {limit} at most, not {ends}");
-            return Err(invalid("stop_token_ids", message));
-        }
-        if ends + logit_bias.len() > limit {
-            let (biases, rest) = (logit_bias.len(), limit - ends);
-            let message = format!(
-                "logit_bias can have {rest} tokens at most beside {ends} that end the sequence, not {biases}"
-            );
-            return Err(invalid("logit_bias", message));
-        }
-        check_biases(logit_bias, vocab).map_err(|message| invalid("logit_bias", message))
+        Intake { free: limits.slots, limits, waiting: VecDeque::new(), next_key: 0, prefill, status }
     }
 
     /// Whether free slots and the waiting room hold them all.
@@ -249,40 +175,29 @@ impl Intake {
 
 /// Whether a request is over before it begins.
 fn asks_for_nothing(request: &Request) -> bool {
-    request.max_tokens == 0 && !request.prompt_logprobs
+    request.task == Task::Generate && request.max_tokens == 0 && !request.prompt_logprobs
 }
 
 /// The parameter that made one request a group: the choices of a prompt share it, the prompts of a list do
 /// not, not even those that are alike.
 fn what_makes_many(group: &[Request]) -> &'static str {
-    let is_one_prompt = group.windows(2).all(|pair| Arc::ptr_eq(&pair[0].prompt, &pair[1].prompt));
-    if is_one_prompt { "n" } else { "prompt" }
-}
-
-/// What is wrong with a request's own biases, if anything.
-fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
-    if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
-        return Err(format!("logit_bias names token id {id}, which is not in the vocabulary of {vocab}"));
+    let shared = |a: &Arc<[u32]>, b: &Arc<[u32]>| Arc::ptr_eq(a, b) || (a.is_empty() && b.is_empty());
+    let alike = |pair: &[Request]| {
+        shared(&pair[0].prompt, &pair[1].prompt) && shared(&pair[0].source, &pair[1].source)
+    };
+    match group.first().map(|request| &request.task) {
+        Some(Task::Embed(_) | Task::Fill { .. }) => "input",
+        _ if group.windows(2).all(alike) => "n",
+        _ => "prompt",
     }
-    if let Some((id, _)) = biases.iter().find(|(_, bias)| bias.is_nan()) {
-        return Err(format!("logit_bias of token id {id} is not a number"));
-    }
-    let mut ids: Vec<u32> = biases.iter().map(|(id, _)| *id).collect();
-    ids.sort_unstable();
-    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(format!("logit_bias names token id {} twice", pair[0])),
-        None => Ok(()),
-    }
-}
-
-fn invalid(param: &'static str, message: String) -> RequestError {
-    RequestError::Invalid { param, message }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::testing::{ear, next, request, within};
     use super::*;
+    use crate::model::spec::Kind;
+    use crate::request::Pooling;
     use actix::Addr;
     use std::sync::atomic::Ordering;
     use tokio::sync::mpsc::UnboundedReceiver;
@@ -306,6 +221,10 @@ mod tests {
                 eos: 1,
                 pages: 1,
                 page_positions: 32,
+                kind: Kind::Decoder,
+                source_context: 0,
+                has_head: true,
+                endpoints: vec!["/v1/completions"],
             };
             let (prefill, admitted) = ear();
             let status = Arc::new(Status::new(std::time::Duration::ZERO));
@@ -314,7 +233,15 @@ mod tests {
         }
 
         async fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
-            within(self.intake.send(Submit(requests))).await.expect("intake answers")
+            self.hand_in(requests, Standing::New).await
+        }
+
+        async fn hand_in(
+            &self,
+            requests: Vec<Request>,
+            standing: Standing,
+        ) -> Result<Vec<TokenStream>, RequestError> {
+            within(self.intake.send(Submit { requests, standing })).await.expect("intake answers")
         }
 
         async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
@@ -405,13 +332,30 @@ mod tests {
         assert_eq!((door.free().await, door.status.pending()), (1, 0));
     }
 
+    /// Others may have taken the place of what is through, and the process may be on its way out.
+    #[actix::test]
+    async fn what_continues_is_taken_in_though_nobody_new_is() {
+        let mut door = Door::new(1, 1);
+        let _streams = [door.enter("a").await, door.enter("b").await];
+        assert!(matches!(door.submit(named("c")).await, Err(RequestError::Busy { .. })));
+        let _second = door.hand_in(vec![named("c")], Standing::Continued).await.expect("it was promised");
+        door.status.draining.store(true, Ordering::Relaxed);
+        let _third = door.hand_in(vec![named("d")], Standing::Continued).await.expect("it was promised");
+        let wrong = door.hand_in(vec![request(60, 5)], Standing::Continued).await.map(drop);
+        assert!(matches!(wrong, Err(RequestError::TooLong { .. })), "{wrong:?}");
+        for id in ["a", "b", "c", "d"] {
+            drop(door.admitted(id).await);
+        }
+        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+    }
+
     #[actix::test]
     async fn what_is_beyond_the_limits_is_refused_by_name() {
         let door = Door::new(1, 0);
         let with_logprobs = |n| Request { logprobs: Some(n), ..request(4, 4) };
         let refused = door.submit(with_logprobs(6)).await.map(drop);
         assert!(matches!(refused, Err(RequestError::Invalid { param: "logprobs", .. })), "{refused:?}");
-        let too_large = RequestError::TooLarge { needed: 2, pages: 1 };
+        let too_large = RequestError::TooLarge { what: "prompt and max_tokens", needed: 2, pages: 1 };
         assert_eq!(door.submit(request(30, 3)).await.map(drop), Err(too_large));
         assert!(matches!(door.submit(request(60, 5)).await, Err(RequestError::TooLong { context: 64, .. })));
         assert_eq!(door.free().await, 1, "a refusal costs no permit");
@@ -486,6 +430,23 @@ mod tests {
         drop(running);
         drop([door.admitted("c").await, door.admitted("d").await]);
         assert_eq!((door.free().await, door.status.pending()), (2, 0));
+    }
+
+    #[test]
+    fn a_group_too_large_is_blamed_on_what_made_it_many() {
+        let translation = Request { source: [1].into(), ..request(2, 4) };
+        let other_source = Request { source: [1].into(), ..translation.clone() };
+        let text = Request { task: Task::Embed(Pooling::Mean), ..request(0, 0) };
+        let groups = [
+            (vec![request(2, 4)], "n"),
+            (vec![translation.clone(), translation.clone()], "n"),
+            (vec![translation, other_source], "prompt"),
+            (vec![request(2, 4), request(2, 4)], "prompt"),
+            (vec![text.clone(), text], "input"),
+        ];
+        for (group, param) in groups {
+            assert_eq!(what_makes_many(&group), param, "{group:?}");
+        }
     }
 
     #[actix::test]

@@ -10,7 +10,7 @@ use crate::memory::{Lease, PagePool, SlotMap};
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, ResponseFuture};
 use mainstem_kernels::batch::{Page, Slot};
-use mainstem_kernels::{PageCopy, SlotMove, TableUpdate};
+use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
 use metrics::Gauge;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -20,7 +20,10 @@ use tokio::sync::oneshot;
 #[derive(Message)]
 #[rtype(result = "Option<Lease>")]
 pub struct Reserve {
+    /// Of the sequence itself.
     pub positions: usize,
+    /// Of its source, which cross-attention sees.
+    pub source: usize,
     pub client: EventSender,
 }
 
@@ -35,8 +38,18 @@ pub struct Returned;
 pub struct Turn {
     /// Sequences that left.
     pub finished: Vec<Key>,
-    /// Sequences that need a slot, with the pages they hold.
-    pub joins: Vec<(Key, Vec<Page>)>,
+    /// Sequences that need a slot.
+    pub joins: Vec<Join>,
+}
+
+/// A sequence that needs a slot, with the pages it holds.
+#[derive(Debug)]
+pub struct Join {
+    pub key: Key,
+    /// Those of its own positions.
+    pub own: Vec<Page>,
+    /// Those of its source's.
+    pub cross: Vec<Page>,
 }
 
 /// Where everything is in the next step, and what must be done to get it there.
@@ -101,7 +114,8 @@ impl Handler<Turn> for Kv {
         let plan = self.turn(turn);
         self.serve_short();
         self.slots_live.set(self.slots.live() as f64);
-        self.pages_used.set(self.pages.used() as f64 / self.pages.total() as f64);
+        // Of a model that keeps nothing, nothing is used.
+        self.pages_used.set(self.pages.used() as f64 / self.pages.total().max(1) as f64);
         MessageResult(plan)
     }
 }
@@ -149,14 +163,16 @@ impl Kv {
             let slot = self.slots.slot_of(key).expect("a finished sequence holds a slot, else this is a bug");
             self.slots.leave(slot);
         }
-        for (key, _) in &turn.joins {
+        for Join { key, .. } in &turn.joins {
             self.slots.join(*key).expect("a permit promises a slot, else this is a bug");
         }
         self.slots.compact(&mut plan.moves);
-        for (key, pages) in turn.joins {
+        for Join { key, own, cross } in turn.joins {
             let slot = self.slots.slot_of(key).expect("it joined above, else this is a bug");
-            let entries = (0..).zip(pages).map(|(index, page)| TableUpdate { slot, index, page });
-            plan.tables.extend(entries);
+            for (table, pages) in [(KvTable::Own, own), (KvTable::Cross, cross)] {
+                let entry = |(index, page)| TableUpdate { slot, table, index, page };
+                plan.tables.extend((0..).zip(pages).map(entry));
+            }
         }
         plan.slots.extend(self.slots.iter());
         plan.window = self.slots.window();
@@ -168,7 +184,7 @@ impl Kv {
     fn serve_short(&mut self) {
         self.short.retain(|(wish, _)| !wish.client.is_closed());
         while let Some((wish, _)) = self.short.front() {
-            let Some(lease) = self.pages.reserve(wish.positions) else { return };
+            let Some(lease) = self.pages.reserve_with_source(wish.positions, wish.source) else { return };
             if let Some((_, reply)) = self.short.pop_front() {
                 let _ = reply.send(Some(lease));
             }
@@ -194,7 +210,7 @@ mod tests {
     /// Asks for `pages` pages, now; the answer can be awaited later. With the client who asks.
     fn reserve(kv: &Addr<Kv>, pages: usize) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
         let (client, stream) = channel();
-        let reply = kv.send(Reserve { positions: pages * PAGE, client });
+        let reply = kv.send(Reserve { positions: pages * PAGE, source: 0, client });
         (async { within(reply).await.expect("kv answers") }, stream)
     }
 
@@ -212,12 +228,16 @@ mod tests {
     }
 
     fn turn(finished: impl IntoIterator<Item = u64>, joins: impl IntoIterator<Item = u64>) -> Turn {
-        // Each sequence's pages tell whose they are.
-        let pages = |key: u64| vec![key as Page * 2, key as Page * 2 + 1];
-        Turn {
-            finished: keys(finished),
-            joins: joins.into_iter().map(|key| (Key(key), pages(key))).collect(),
-        }
+        let join = |key| {
+            let [own @ .., cross] = pages(key);
+            Join { key: Key(key), own: own.to_vec(), cross: vec![cross] }
+        };
+        Turn { finished: keys(finished), joins: joins.into_iter().map(join).collect() }
+    }
+
+    /// Each sequence's pages tell whose they are: two of its own, one of its source's.
+    fn pages(key: u64) -> [Page; 3] {
+        [0, 1, 2].map(|index| key as Page * 3 + index)
     }
 
     #[derive(Clone, Copy, Debug)]
@@ -290,6 +310,34 @@ mod tests {
     }
 
     #[actix::test]
+    async fn a_sequence_waits_for_the_pages_of_its_source_too() {
+        let kv = kv(1, 3, true).start();
+        let first = lease(&kv, 1).await;
+        let (client, _stream) = channel();
+        let wish = Reserve { positions: PAGE + 1, source: PAGE, client };
+        let waiting = kv.send(wish);
+        assert_eq!(held(&kv).await, (0, 1), "two of its own would be there, its source's is not");
+        drop(first);
+        kv.do_send(Returned);
+        let lease = within(waiting).await.expect("kv answers").expect("its client is there");
+        assert_eq!((lease.own().len(), lease.cross().len()), (2, 1));
+    }
+
+    #[actix::test]
+    async fn a_model_that_keeps_nothing_takes_sequences_in_without_pages() {
+        let recorder = telemetry::recorder(None);
+        let kv = metrics::with_local_recorder(&recorder, || kv(2, 0, true)).start();
+        let lease = lease(&kv, 0).await;
+        let nothing = Join { key: Key(1), own: lease.own().to_vec(), cross: lease.cross().to_vec() };
+        let turn = Turn { finished: Vec::new(), joins: vec![nothing] };
+        let plan = within(kv.send(turn)).await.expect("kv answers");
+        assert_eq!((plan.slots, plan.tables), (vec![(0, Key(1))], vec![]));
+        let told = recorder.handle().render();
+        let usage = told.lines().find(|line| line.starts_with(telemetry::KV_CACHE_USAGE.name));
+        assert!(usage.is_some_and(|line| line.ends_with(" 0")), "{told}");
+    }
+
+    #[actix::test]
     async fn a_reset_frees_every_slot_and_no_page() {
         let kv = kv(3, 6, true).start();
         let lease = lease(&kv, 2).await;
@@ -312,11 +360,12 @@ mod tests {
         let holders = [(0, 1), (1, 6), (2, 3), (3, 7), (4, 5)].map(|(slot, key)| (slot, Key(key)));
         assert_eq!(plan.slots, holders);
         let slots: Vec<Slot> = plan.tables.iter().map(|entry| entry.slot).collect();
-        assert_eq!(slots, [1, 1, 3, 3]);
+        assert_eq!(slots, [1, 1, 1, 3, 3, 3]);
     }
 
-    /// A device's page tables, as its steps' moves and updates leave them.
-    type Tables = Vec<[Page; 2]>;
+    /// A device's page tables, as its steps' moves and updates leave them: of each slot two entries of its own table
+    /// and one of the cross table.
+    type Tables = Vec<[Page; 3]>;
 
     /// What must be true of every plan: the slots are contiguous under the shuffle, and whoever holds one
     /// finds its own pages there once moves and then updates are applied.
@@ -325,12 +374,17 @@ mod tests {
             tables[m.to as usize] = tables[m.from as usize];
         }
         for entry in &plan.tables {
-            tables[entry.slot as usize][entry.index as usize] = entry.page;
+            let of_table = match entry.table {
+                KvTable::Own => 0..2,
+                KvTable::Cross => 2..3,
+                KvTable::Scratch => panic!("there is no scratch table"),
+            };
+            tables[entry.slot as usize][of_table][entry.index as usize] = entry.page;
         }
         let held: BTreeMap<u64, Slot> = plan.slots.iter().map(|(slot, key)| (key.0, *slot)).collect();
         assert_eq!(held.keys().copied().collect::<Vec<_>>(), live);
         for (key, slot) in &held {
-            assert_eq!(tables[*slot as usize], [*key as Page * 2, *key as Page * 2 + 1], "sequence {key}");
+            assert_eq!(tables[*slot as usize], pages(*key), "sequence {key}");
         }
         let slots: Vec<Slot> = plan.slots.iter().map(|(slot, _)| *slot).collect();
         let (first, last) = (slots.first(), slots.last());
@@ -347,7 +401,7 @@ mod tests {
     fn every_plan_keeps_the_pages_with_their_sequences() {
         for (slots, shuffle) in [(1, true), (6, true), (6, false), (13, true), (13, false)] {
             let mut kv = kv(slots, 1, shuffle);
-            let (mut tables, mut live, mut next_key) = (vec![[0; 2]; slots], Vec::<u64>::new(), 1);
+            let (mut tables, mut live, mut next_key) = (vec![[0; 3]; slots], Vec::<u64>::new(), 1);
             let mut moves = 0;
             for round in 0..400u32 {
                 let dice = philox([round, 0, 0, 0], [slots as u32, 0]);

@@ -133,8 +133,8 @@ impl Meters {
         self.generated.increment(1);
     }
 
-    /// A sequence's first token was made at `now`, after a prompt of so many.
-    pub fn first_token(&self, moments: &mut Moments, prompt_tokens: usize, now: Instant) {
+    /// A sequence's first token, or its one answer, was made at `now`, after so many given tokens.
+    pub fn first_answer(&self, moments: &mut Moments, prompt_tokens: usize, now: Instant) {
         moments.first_token = now;
         self.prompts.increment(prompt_tokens as u64);
         self.prefill.record((now - moments.scheduled).as_secs_f64());
@@ -213,7 +213,7 @@ mod tests {
             let at = |seconds| scheduled + Duration::from_secs(seconds);
             for (generated, last) in [(5, 11), (1, 3)] {
                 let mut moments = Moments { scheduled, first_token: scheduled };
-                meters.first_token(&mut moments, 5, at(3));
+                meters.first_answer(&mut moments, 5, at(3));
                 meters.over(moments, generated, at(last));
             }
             for moves in [0, 3, 0, 1] {

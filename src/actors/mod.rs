@@ -4,6 +4,8 @@
 
 pub mod stream;
 
+pub mod limits;
+
 pub mod intake;
 
 pub mod prefill;
@@ -24,12 +26,16 @@ pub mod reply;
 
 pub mod status;
 
+pub mod conventions;
+
 pub mod engine;
 
 #[cfg(test)]
 mod testing;
 
 pub use crate::formats::SamplingDefaults;
+pub use crate::model::spec::Kind;
+pub use conventions::{Conventions, DecoderConventions, EncoderConventions};
 pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

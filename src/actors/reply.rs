@@ -102,7 +102,6 @@ pub struct ReplyStream {
     /// Characters that tokens have given, and of these those that have left.
     chars: usize,
     left: usize,
-    time_limit: Option<Duration>,
     measure: Measure,
 }
 
@@ -131,7 +130,6 @@ impl ReplyStream {
             held: VecDeque::new(),
             chars: 0,
             left: 0,
-            time_limit: request.time_limit,
             measure: Measure::new(request),
         }
     }
@@ -156,10 +154,12 @@ impl ReplyStream {
                     Some(piece) => Ok(piece),
                     None => continue,
                 },
+                // No part of a text.
+                Some(TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => continue,
                 Some(TokenEvent::Finished(reason)) => Ok(self.last_piece(reason)),
                 Some(TokenEvent::Failed(error)) => Err(self.fail(error)),
                 None => {
-                    let error = self.why_gone();
+                    let error = self.measure.why_gone();
                     Err(self.fail(error))
                 }
             };
@@ -177,23 +177,10 @@ impl ReplyStream {
         self.measure.is_over()
     }
 
-    /// Why the engine let go without a word: time may be up, and it saw that first.
-    fn why_gone(&self) -> RequestError {
-        match self.time_limit {
-            Some(limit) if self.measure.began.elapsed() >= limit => {
-                RequestError::TimedOut { limit_s: limit.as_secs() }
-            }
-            _ => RequestError::EngineGone,
-        }
-    }
-
     /// Ends the reply, unless it is over, because of `error`, which is given back.
     fn fail(&mut self, error: RequestError) -> RequestError {
         if !self.is_over() {
-            self.measure.end(match error {
-                RequestError::TimedOut { .. } => "timeout",
-                _ => "error",
-            });
+            self.measure.fail(&error);
             self.events.close();
         }
         error
@@ -350,7 +337,7 @@ impl Replies {
 
 /// A request's times and tokens, recorded as they come and summed up in one log line at the end, whichever
 /// end that is: a measure dropped without one is a client that hung up.
-struct Measure {
+pub struct Measure {
     id: Arc<str>,
     began: Instant,
     first_token_after: Option<Duration>,
@@ -358,22 +345,31 @@ struct Measure {
     usage: Usage,
     over: bool,
     between_tokens: metrics::Histogram,
+    time_limit: Option<Duration>,
 }
 
 impl Measure {
-    fn new(request: &Request) -> Measure {
+    /// Of a request that was taken in just now.
+    pub fn new(request: &Request) -> Measure {
         Measure {
             id: request.id.clone(),
             began: request.arrived,
             first_token_after: None,
             last_token: request.arrived,
-            usage: Usage { prompt_tokens: request.prompt.len(), completion_tokens: 0 },
+            usage: Usage { prompt_tokens: request.given_tokens(), completion_tokens: 0 },
             over: false,
             between_tokens: telemetry::INTER_TOKEN_LATENCY.histogram(),
+            time_limit: request.time_limit,
         }
     }
 
-    fn is_over(&self) -> bool {
+    /// The same, of several texts together.
+    pub fn of_tokens(mut self, prompt_tokens: usize) -> Measure {
+        self.usage.prompt_tokens = prompt_tokens;
+        self
+    }
+
+    pub fn is_over(&self) -> bool {
         self.over
     }
 
@@ -391,8 +387,28 @@ impl Measure {
         self.usage.completion_tokens += 1;
     }
 
+    /// Why the engine let go without a word: time may be up, and it saw that first.
+    pub fn why_gone(&self) -> RequestError {
+        match self.time_limit {
+            Some(limit) if self.began.elapsed() >= limit => {
+                RequestError::TimedOut { limit_s: limit.as_secs() }
+            }
+            _ => RequestError::EngineGone,
+        }
+    }
+
+    /// The request is over because of an error, unless it is over already.
+    pub fn fail(&mut self, error: &RequestError) {
+        if !self.over {
+            self.end(match error {
+                RequestError::TimedOut { .. } => "timeout",
+                _ => "error",
+            });
+        }
+    }
+
     /// The request is over: `reason` is a value of `finished_reason`.
-    fn end(&mut self, reason: &'static str) {
+    pub fn end(&mut self, reason: &'static str) {
         self.over = true;
         let took = self.began.elapsed();
         let Usage { prompt_tokens, completion_tokens } = self.usage;

@@ -6,7 +6,7 @@
 use super::intake::Permit;
 use super::stream::EventSender;
 use crate::memory::Lease;
-use crate::request::Request;
+use crate::request::{Request, Task};
 use std::time::Instant;
 
 /// A sequence's name within the engine; ascending in the order of arrival.
@@ -27,8 +27,19 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// Positions its pages must have room for: prompt and answer.
+    /// Positions its own pages must have room for: prompt and answer.
     pub fn positions(&self) -> usize {
-        self.request.prompt.len() + self.request.max_tokens as usize
+        match self.request.task {
+            Task::Generate => self.request.prompt.len() + self.request.max_tokens as usize,
+            Task::Embed(_) | Task::Fill { .. } => 0,
+        }
+    }
+
+    /// Positions of its source that must stay until its end: cross-attention sees them with each token.
+    pub fn source_positions(&self) -> usize {
+        match self.request.task {
+            Task::Generate => self.request.source.len(),
+            Task::Embed(_) | Task::Fill { .. } => 0,
+        }
     }
 }

@@ -13,7 +13,20 @@ use tokio::sync::mpsc;
 /// a stream whose request has to wait simply stays silent until then.
 #[derive(Message)]
 #[rtype(result = "Result<Vec<TokenStream>, RequestError>")]
-pub struct Submit(pub Vec<Request>);
+pub struct Submit {
+    pub requests: Vec<Request>,
+    pub standing: Standing,
+}
+
+/// Where a group stands in what its client asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It is all of it, or the first part.
+    New,
+    /// It follows on a part that was taken in: it takes the places of sequences that are through, and has been
+    /// promised its end.
+    Continued,
+}
 
 /// The server's way to the actors.
 #[derive(Clone)]
@@ -23,8 +36,22 @@ impl IntakeHandle {
     /// Hands a group of requests in, at least one. The answer is each one's stream of events, in order, or
     /// why the group is refused.
     pub async fn submit(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
+        self.send(requests, Standing::New).await
+    }
+
+    /// Hands more in of what was taken in, no more than is through of it. Neither a full waiting room nor the
+    /// way out is in its way.
+    pub async fn go_on(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
+        self.send(requests, Standing::Continued).await
+    }
+
+    async fn send(
+        &self,
+        requests: Vec<Request>,
+        standing: Standing,
+    ) -> Result<Vec<TokenStream>, RequestError> {
         assert!(!requests.is_empty(), "a group has a request, else this is a bug");
-        self.0.send(Submit(requests)).await.unwrap_or(Err(RequestError::EngineGone))
+        self.0.send(Submit { requests, standing }).await.unwrap_or(Err(RequestError::EngineGone))
     }
 }
 

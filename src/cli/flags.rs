@@ -117,6 +117,12 @@ pub struct ServerFlags {
     /// Name of the model in the API.
     #[arg(long = "served-model-name", value_name = "NAME")]
     model_served_name: Option<String>,
+    /// How an encoder makes one vector of a text.
+    #[arg(long = "pooling", value_name = "HOW", value_parser = ["auto", "mean", "cls", "last"])]
+    model_pooling: Option<String>,
+    /// Bring vectors to length 1.
+    #[arg(long = "normalize", value_name = "SWITCH", value_parser = ["auto", "yes", "no"])]
+    model_normalize: Option<String>,
     /// Key that clients must send; may be repeated. Others on the machine can see it.
     #[arg(long = "api-key", value_name = "KEY")]
     server_api_keys: Option<Vec<String>>,
@@ -148,6 +154,8 @@ impl ServerFlags {
         overrides.set("server.host", self.server_host);
         overrides.set("server.port", self.server_port.map(i64::from));
         overrides.set("model.served_name", self.model_served_name);
+        overrides.set("model.pooling", self.model_pooling);
+        overrides.set("model.normalize", self.model_normalize);
         overrides.set("server.api_keys", self.server_api_keys);
         overrides.set("server.api_key_file", self.server_api_key_file);
         overrides.set("server.cors_origins", self.server_cors_origins);

@@ -6,13 +6,15 @@ mod text;
 
 use super::spinner::{self, Spinner};
 use super::start;
+use crate::actors::Conventions;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::config::{Config, ConfigError, Overrides};
-use crate::formats::{Folder, GenerationConfig, HubConfig};
+use crate::formats::{FoundPooling, GenerationConfig, HubConfig};
 use crate::model::executor::{ExecutorReport, page_bytes};
 use crate::model::provenance::{Origin, Provenance};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
-use crate::model::tensors::{self, Needed};
+use crate::model::spec::{Kind, MlpSpec, ModelSpec, Piece};
+use crate::model::tensors;
 use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
@@ -119,6 +121,8 @@ pub struct Inspection {
     pub unused: Vec<Unused>,
     pub tokenizer: Tokenizer,
     pub end_tokens: EndTokens,
+    /// How it is asked, where it has an encoder.
+    pub conventions: Map<String, Value>,
     /// What generation_config.json recommends, by its own keys.
     pub sampling: Map<String, Value>,
     /// What it wants beside, and is not served.
@@ -126,30 +130,45 @@ pub struct Inspection {
     pub memory: Memory,
 }
 
-/// Sizes in numbers, dimensions and tokens; each is explained in `specification` by its key there.
+/// Sizes in numbers, dimensions and tokens, of the stack that answers; each is explained in `specification` by its key
+/// there. Where layers differ, the first one's.
 #[derive(Debug, Serialize)]
 pub struct Architecture {
     /// Values of `model_type` that the specification is for.
     pub family: Vec<String>,
+    /// `decoder`, `encoder` or `encoder_decoder`.
+    pub kind: Kind,
+    /// What can be asked of it: endpoints.
+    pub serves: Vec<&'static str>,
     pub parameters: usize,
     pub layers: usize,
+    /// Of an encoder before it.
+    pub encoder_layers: usize,
     pub hidden: usize,
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
+    pub mlp: &'static str,
     pub mlp_width: usize,
+    /// Experts of a layer, and those that each token goes through; 0 without.
+    pub experts: usize,
+    pub experts_per_token: usize,
     pub activation: Value,
     pub attention_bias: bool,
     pub mlp_bias: bool,
     pub norm: Value,
-    pub norm_eps: f32,
+    pub norm_eps: Value,
+    pub positions: Value,
     pub rope_style: Value,
-    pub rope_dims: usize,
-    pub rope_theta: f64,
+    pub rope_dims: Value,
+    pub rope_theta: Value,
     pub rope_scaling: Value,
     pub vocab: usize,
     pub context: usize,
-    pub tied_head: bool,
+    /// Of a source.
+    pub source_context: usize,
+    /// Null without a head.
+    pub tied_head: Option<bool>,
 }
 
 /// The specification in force.
@@ -162,9 +181,12 @@ pub struct Specification {
 
 #[derive(Debug, Serialize)]
 pub struct SpecificationValue {
-    pub key: &'static str,
+    pub key: String,
+    /// Those that have it; absent if all do, or if it is no layer's.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<usize>,
     pub value: Value,
-    /// `specification`, `config`, `default`, `format` or `derived`.
+    /// `specification`, `config`, `default`, `format`, `derived` or `formula`.
     pub origin: &'static str,
     /// The keys, or the rule, it was found by.
     pub by: Vec<String>,
@@ -208,7 +230,7 @@ pub struct Memory {
     pub device: String,
     pub kv_type: &'static str,
     pub slots: usize,
-    /// Tokens of the longest sequence asked for.
+    /// Tokens of the longest sequence asked for, beside its source.
     pub context_tokens: usize,
     /// Tokens of the longest sequence for which there is room.
     pub longest_tokens: usize,
@@ -240,18 +262,21 @@ impl Inspection {
         let setup = EngineSetup::new(&config, &source)?;
         end_tokens.ids.clone_from(&setup.model.eos);
         let forecast = start::forecast(&config.device, &source, &setup)?;
-        let tensors: Vec<Tensor> =
-            tensors::needed(&source.spec).map(|needed| tensor(&source, needed)).collect::<Result<_>>()?;
+        let tensors: Vec<Tensor> = tensors::needed(&source.spec)
+            .into_iter()
+            .map(|piece| tensor(&source, piece))
+            .collect::<Result<_>>()?;
         Ok(Inspection {
             name: setup.model.name.clone(),
             path: source.path.clone(),
             files: source.checkpoint.files().map(PathBuf::from).collect(),
             architecture: architecture(&source, &tensors),
-            specification: specification(&source.spec.provenance),
+            specification: specification(&source.spec),
             unused: unused(&source, &tensors),
             tensors,
             tokenizer: Tokenizer { error: tokenizer.err().map(|error| format!("{error:#}")) },
             end_tokens,
+            conventions: conventions(&setup.model.conventions),
             sampling: sampling(&source)?,
             unserved: source.unserved.clone(),
             memory: memory(&source, &setup, &forecast)?,
@@ -261,41 +286,72 @@ impl Inspection {
 
 fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     let spec = &source.spec;
-    let said = |key| spec.provenance.get(key).map_or(Value::Null, |sourced| sourced.value.clone());
+    let stack = spec.last_stack();
+    let own = if spec.kind == Kind::EncoderDecoder { "decoder." } else { "" };
+    let said = |key| spec.provenance.get(&format!("{own}{key}")).map_or(Value::Null, |it| it.value.clone());
+    let first = stack.layers.first().expect("a stack has a layer; anything else is a bug");
+    let rope = first.attention.rope.map(|rope| &stack.ropes[rope]);
+    let moe = stack.layers.iter().find_map(|layer| match &layer.mlp {
+        MlpSpec::Experts(moe) => Some(moe),
+        MlpSpec::Dense(_) => None,
+    });
+    let (mlp, mlp_width, mlp_bias) = match &first.mlp {
+        MlpSpec::Experts(moe) => ("experts", moe.experts.first().map_or(0, |expert| expert.width), false),
+        MlpSpec::Dense(dense) => {
+            let kind = if dense.up.is_some() { "gated" } else { "plain" };
+            (kind, dense.width, dense.down.bias.is_some())
+        }
+    };
     Architecture {
         family: spec.provenance.model_types.clone(),
+        kind: spec.kind,
+        serves: spec.endpoints(),
         parameters: tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
-        layers: spec.layers,
+        layers: stack.layers.len(),
+        encoder_layers: spec.layers() - stack.layers.len(),
         hidden: spec.hidden,
-        heads: spec.attention.heads,
-        kv_heads: spec.attention.kv_heads,
-        head_dim: spec.attention.head_dim,
-        mlp_width: spec.mlp.width,
+        heads: first.attention.heads,
+        kv_heads: first.attention.kv_heads,
+        head_dim: first.attention.k_dim,
+        mlp,
+        mlp_width,
+        experts: moe.map_or(0, |moe| moe.experts.len()),
+        experts_per_token: moe.map_or(0, |moe| moe.top_k),
         activation: said("mlp.activation"),
-        attention_bias: spec.attention.bias,
-        mlp_bias: spec.mlp.bias,
+        attention_bias: first.attention.q.bias.is_some(),
+        mlp_bias,
         norm: said("norm.kind"),
-        norm_eps: spec.norm_eps,
-        rope_style: said("position.style"),
-        rope_dims: spec.rope.dims,
-        rope_theta: spec.rope.config.theta,
-        rope_scaling: said("position.scaling"),
+        norm_eps: said("norm.eps"),
+        positions: said("position.kind"),
+        rope_style: rope.map_or(Value::Null, |rope| format!("{:?}", rope.style).to_lowercase().into()),
+        rope_dims: rope.map_or(Value::Null, |rope| rope.dims.into()),
+        rope_theta: rope.map_or(Value::Null, |rope| rope.config.theta.into()),
+        rope_scaling: rope.map_or(Value::Null, |rope| rope.config.scaling.to_json()),
         vocab: spec.vocab,
         context: spec.context,
-        tied_head: spec.tied_head,
+        source_context: spec.decoder.as_ref().map_or(0, |_| spec.source_context()),
+        tied_head: stack.head.as_ref().map(|head| head.tied),
     }
 }
 
-fn specification(provenance: &Provenance) -> Specification {
+fn specification(spec: &ModelSpec) -> Specification {
+    let provenance: &Provenance = &spec.provenance;
     let values = provenance.values.iter().map(|sourced| {
         let (origin, by) = match &sourced.origin {
-            Origin::Specification => ("specification", vec![sourced.key.to_owned()]),
+            Origin::Specification => ("specification", vec![sourced.key.clone()]),
             Origin::Config(keys) => ("config", keys.clone()),
             Origin::Default(key) => ("default", vec![key.clone()]),
             Origin::Format => ("format", Vec::new()),
             Origin::Derived(rule) => ("derived", vec![(*rule).to_owned()]),
+            Origin::Formula(formula) => ("formula", vec![formula.clone()]),
         };
-        SpecificationValue { key: sourced.key, value: sourced.value.clone(), origin, by }
+        let stack = match sourced.key.starts_with("encoder.") {
+            true => spec.encoder.as_ref(),
+            false => Some(spec.last_stack()),
+        };
+        let is_every = stack.is_some_and(|stack| stack.layers.len() == sourced.layers.len());
+        let layers = if is_every { Vec::new() } else { sourced.layers.clone() };
+        SpecificationValue { key: sourced.key.clone(), layers, value: sourced.value.clone(), origin, by }
     });
     Specification {
         file: provenance.specification.clone(),
@@ -304,17 +360,17 @@ fn specification(provenance: &Provenance) -> Specification {
     }
 }
 
-fn tensor(source: &ModelSource, needed: Needed) -> Result<Tensor> {
-    let name = needed.name();
-    let stored = source.checkpoint.tensor(&name).expect("it was there at opening; anything else is a bug");
+fn tensor(source: &ModelSource, piece: &Piece) -> Result<Tensor> {
+    let stored =
+        source.checkpoint.tensor(&piece.name).expect("it was there at opening; anything else is a bug");
     Ok(Tensor {
         ty: stored.quant_type()?.name(),
         bytes: stored.bytes_len(),
-        role: needed.role,
-        layer: needed.layer,
-        pattern: needed.pattern,
-        shape: needed.shape,
-        name,
+        role: piece.role,
+        layer: piece.layer,
+        pattern: piece.pattern.to_string(),
+        shape: piece.shape.clone(),
+        name: piece.name.clone(),
     })
 }
 
@@ -338,19 +394,35 @@ fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTok
     let said_by = match &source.kind {
         _ if source.eos.is_empty() => tokenizer_eos.map(|_| "tokenizer"),
         SourceKind::Llama2c => Some("format"),
-        SourceKind::HubFolder(folder) if generation(source, folder)?.eos.is_empty() => Some("config.json"),
-        SourceKind::HubFolder(_) => Some("generation_config.json"),
         SourceKind::Synthetic => None,
+        _ if !generation(source)?.eos.is_empty() => Some("generation_config.json"),
+        SourceKind::HubFolder(_) => Some("config.json"),
+        SourceKind::Gguf(_) => Some("GGUF metadata"),
     };
     let ids = if source.eos.is_empty() { tokenizer_eos.into_iter().collect() } else { source.eos.clone() };
     Ok(EndTokens { ids, said_by })
 }
 
-fn sampling(source: &ModelSource) -> Result<Map<String, Value>> {
-    let said = match &source.kind {
-        SourceKind::HubFolder(folder) => generation(source, folder)?,
-        SourceKind::Llama2c | SourceKind::Synthetic => GenerationConfig::default(),
+fn conventions(conventions: &Conventions) -> Map<String, Value> {
+    let values: Vec<(&str, Value)> = match conventions {
+        Conventions::Decoder => vec![],
+        Conventions::Encoder(encoder) => vec![
+            match &encoder.pooling {
+                FoundPooling::Served(pooling) => ("pooling", pooling.name().into()),
+                FoundPooling::Unserved(unserved) => ("unserved_pooling", unserved.to_string().into()),
+            },
+            ("normalize", encoder.normalize.into()),
+            ("dimensions", encoder.dimensions.into()),
+        ],
+        Conventions::EncoderDecoder(decoder) => {
+            vec![("decoder_start", decoder.start.into()), ("forced_bos", decoder.forced_bos.into())]
+        }
     };
+    values.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+fn sampling(source: &ModelSource) -> Result<Map<String, Value>> {
+    let said = generation(source)?;
     let values = [
         ("do_sample", said.do_sample.map(Value::from)),
         ("temperature", said.sampling.temperature.map(as_written)),
@@ -366,16 +438,20 @@ fn as_written(number: f32) -> Value {
     number.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
 
-/// What generation_config.json says itself, with nothing filled in from config.json.
-fn generation(source: &ModelSource, folder: &Folder) -> Result<GenerationConfig> {
+/// What generation_config.json says itself, with nothing filled in from config.json; nothing if there is none.
+fn generation(source: &ModelSource) -> Result<GenerationConfig> {
     let nothing = HubConfig::from_entries(&source.spec.provenance.config, Map::new());
-    GenerationConfig::from_folder(folder, &nothing)
+    match source.folder() {
+        Some(folder) => GenerationConfig::from_folder(&folder, &nothing),
+        None => Ok(GenerationConfig::default()),
+    }
 }
 
 fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<Memory> {
     let (limits, kv) = (&setup.limits, setup.kv);
     let page = page_bytes(source, kv.ty, limits.page_positions).context("a page is too large")?;
-    let pages_each = setup.model.context.div_ceil(limits.page_positions);
+    // Its own positions and its source's.
+    let pages_each = setup.model.context.div_ceil(limits.page_positions) + limits.cross_table_len();
     let kv_per_sequence = pages_each.saturating_mul(page);
     let ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = *forecast;
     Ok(Memory {
@@ -383,7 +459,7 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         kv_type: kv.ty.name(),
         slots: limits.slots,
         context_tokens: setup.model.context,
-        longest_tokens: limits.positions,
+        longest_tokens: setup.model.longest,
         page_positions: limits.page_positions,
         weights: weight_bytes,
         kv_per_token: page / limits.page_positions,

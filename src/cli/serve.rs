@@ -114,6 +114,7 @@ fn stop_signals() -> Result<UnboundedReceiver<()>> {
 mod tests {
     use super::*;
     use crate::config::{DeviceKind, KvSize, LogFormat, Policy, SamplingDefaultsFrom, TlsFiles};
+    use crate::request::Pooling;
     use clap::Parser;
     use mainstem_kernels::QuantType;
     use mainstem_kernels::cpu::Isa;
@@ -141,13 +142,14 @@ mod tests {
     fn every_flag_of_model_and_server_reaches_its_value() {
         let config = config_of(
             "some/model --spec my.toml --chat-template my.jinja --sampling-defaults neutral \
-             --served-model-name tiny --host 0.0.0.0 --port 81 --workers 3 --api-key a --api-key b \
+             --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 --tls-cert cert --tls-key key \
              --request-timeout 9s --drain-timeout 8s --log-format json --log-level debug",
         );
         let model = config.model;
         assert_eq!((model.path.as_str(), model.served_name.as_str()), ("some/model", "tiny"));
         assert_eq!(model.spec, Some("my.toml".into()));
+        assert_eq!((model.pooling, model.normalize), (Some(Pooling::Cls), Some(false)));
         assert_eq!(model.chat_template, Some("my.jinja".into()));
         assert_eq!(model.sampling_defaults, SamplingDefaultsFrom::Neutral);
         let server = config.server;

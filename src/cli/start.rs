@@ -7,12 +7,12 @@ use super::words;
 use crate::actors::device::Factory;
 use crate::actors::engine::{self, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, DeviceKind, HubSettings, ModelConfig};
-use crate::formats::ChatSource;
+use crate::formats::{ChatSource, Gguf};
 use crate::hub::{self, Bars, HubReference};
 use crate::model::executor::{self, Executor, ExecutorReport, KvPlan, ModelExecutor};
 use crate::model::fake::{self, FakeExecutor, StepTime};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
-use crate::text::Tokenizer;
+use crate::text::{GgufVocabulary, Tokenizer};
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::StepLimits;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
@@ -149,8 +149,26 @@ fn cpu(device: &DeviceConfig) -> Result<CpuBackend> {
 pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     match &source.kind {
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
+        SourceKind::Gguf(gguf) => match GgufVocabulary::of_file(gguf)? {
+            Some(own) => Tokenizer::from_gguf(gguf.path(), &own),
+            None => beside_gguf(gguf, source.spec.vocab),
+        },
         SourceKind::Llama2c => Tokenizer::from_llama2c(&beside(&source.path)?, source.spec.vocab),
         SourceKind::Synthetic => Tokenizer::bytes(source.spec.vocab),
+    }
+}
+
+/// The tokenizer in the folder of a GGUF file without a vocabulary: that of a hub's model, or else of a llama2.c
+/// one.
+fn beside_gguf(gguf: &Gguf, vocab: usize) -> Result<Tokenizer> {
+    let folder = gguf.folder();
+    match (folder.has("tokenizer.json"), folder.has("tokenizer.bin")) {
+        (true, _) => Tokenizer::from_folder(&folder),
+        (false, true) => Tokenizer::from_llama2c(&folder.file("tokenizer.bin"), vocab),
+        (false, false) => bail!(
+            "{} has no vocabulary, and no tokenizer beside it, neither tokenizer.json nor tokenizer.bin",
+            gguf.path().display()
+        ),
     }
 }
 

@@ -12,6 +12,7 @@ mod values;
 pub use layers::{ConfigError, Overrides, Source};
 pub use reference::reference;
 
+use crate::request::Pooling;
 use layers::{CONFIG_VARIABLE, Environment, Settings, variable};
 use mainstem_kernels::QuantType;
 use mainstem_kernels::cpu::Isa;
@@ -47,6 +48,10 @@ pub struct ModelConfig {
     pub sampling_defaults: SamplingDefaultsFrom,
     /// The name in the API; empty is the model's own.
     pub served_name: String,
+    /// How an encoder's states become one vector; `None` is as the model's files say.
+    pub pooling: Option<Pooling>,
+    /// Whether vectors are brought to length 1; `None` is as the model's files say.
+    pub normalize: Option<bool>,
 }
 
 /// Who says how to sample when a request does not.
@@ -285,12 +290,17 @@ impl Settings {
 
     fn model(&self) -> Result<ModelConfig, ConfigError> {
         let whose = [("model", SamplingDefaultsFrom::Model), ("neutral", SamplingDefaultsFrom::Neutral)];
+        let poolings = Pooling::ALL.map(|pooling| (pooling.name(), Some(pooling)));
+        let poolings = [&[("auto", None)], &poolings[..]].concat();
+        let normalize = [("auto", None), ("yes", Some(true)), ("no", Some(false))];
         Ok(ModelConfig {
             path: self.get("model.path", text)?,
             spec: self.get("model.spec", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &whose))?,
             served_name: self.get("model.served_name", text)?,
+            pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
+            normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
         })
     }
 
@@ -360,7 +370,7 @@ impl Settings {
     }
 
     fn kv(&self) -> Result<KvConfig, ConfigError> {
-        let types: Vec<_> = QuantType::all().map(|ty| (ty.name(), ty)).collect();
+        let types: Vec<_> = QuantType::unblocked().map(|ty| (ty.name(), ty)).collect();
         let max_context = self.get("kv.max_context", |v| integer(v, 0, 1 << 32))?;
         Ok(KvConfig {
             ty: self.get("kv.type", |v| one_of(v, &types))?,
@@ -468,6 +478,8 @@ mod tests {
                 chat_template: None,
                 sampling_defaults: SamplingDefaultsFrom::Model,
                 served_name: "".into(),
+                pooling: None,
+                normalize: None,
             },
             server: ServerConfig {
                 host: "127.0.0.1".into(),
@@ -549,8 +561,11 @@ mod tests {
             ("[scheduler]\nwindow = \"0s\"", "must not be zero"),
             ("[scheduler]\nwindow = \"-1s\"", "must begin with a number"),
             ("[scheduler]\nwindow = \"4\"", "the unit must be ns, us, ms, s, m or h"),
+            ("[model]\npooling = \"max\"", "must be one of \"auto\", \"mean\", \"cls\", \"last\""),
+            ("[model]\nnormalize = true", "model.normalize = true"),
             ("[kv]\npage_positions = 48", "must be a multiple of 32"),
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
+            ("[kv]\ntype = \"q8_0\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),

@@ -1,4 +1,4 @@
-//! Logits to token: what a request's sampling parameters mean, and when a sequence is over.
+//! Logits to token: what a request's sampling parameters mean, and when a sequence is over. Hidden states to vector.
 //!
 //! A request's parameters are checked by [`validate`], turned by [`compile`] into what a device draws by,
 //! and [`draw`] and [`logprobs`] define the result that every device must give.
@@ -8,9 +8,12 @@ pub mod sampling;
 
 pub mod finish;
 
+pub mod pooling;
+
 #[cfg(test)]
 mod distribution;
 
 pub use finish::{biases, finish};
 pub use mainstem_kernels::reference::{LogProbs, draw, logprobs};
+pub use pooling::pool;
 pub use sampling::{compile, validate};

@@ -1,5 +1,4 @@
-//! The settings beside a hub model's weights: `config.json`, `generation_config.json`, and the rotary
-//! settings in the two spellings they have had.
+//! The settings beside a hub model's weights: `config.json` and `generation_config.json`.
 //!
 //! Invariant: a value of the wrong kind or out of range is an error that names the file and the key; a key
 //! that is null counts as absent, as it does for the programs that write these files.
@@ -7,21 +6,25 @@
 use super::Folder;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
+/// Served where there is an encoder.
+const FORCED_BOS: &str = "forced_bos_token_id";
+
 /// Keys of generation_config.json that have no say in which tokens come: the model's own books, how to
 /// compute, how to guess ahead, what to hand back beside the text. Those that begin with '_' have none either.
-const WITHOUT_SAY: [&str; 25] = [
+const WITHOUT_SAY: [&str; 24] = [
     "assistant_confidence_threshold",
     "assistant_early_exit",
     "assistant_lookbehind",
     "cache_config",
     "cache_implementation",
     "compile_config",
-    "decoder_start_token_id",
     "disable_compile",
     "is_assistant",
     "low_memory",
@@ -43,11 +46,16 @@ const WITHOUT_SAY: [&str; 25] = [
 ];
 
 /// Those that are served.
-const SERVED: [&str; 7] =
-    ["bos_token_id", "do_sample", "eos_token_id", "min_p", "temperature", "top_k", "top_p"];
-
-/// What rotary embeddings use when `rope_theta` is absent.
-const ROPE_THETA: f64 = 10_000.0;
+const SERVED: [&str; 8] = [
+    "bos_token_id",
+    "decoder_start_token_id",
+    "do_sample",
+    "eos_token_id",
+    "min_p",
+    "temperature",
+    "top_k",
+    "top_p",
+];
 
 /// A JSON object of settings, with lookups by key and type.
 ///
@@ -58,6 +66,8 @@ pub struct HubConfig {
     /// What stands before a key in an error: "" or, in a nested object, "outer.".
     prefix: String,
     entries: Map<String, Value>,
+    /// What the file itself calls a key, where it has another name for it.
+    names: Arc<BTreeMap<String, String>>,
 }
 
 impl HubConfig {
@@ -73,12 +83,17 @@ impl HubConfig {
 
     fn parse(file: PathBuf, content: &[u8]) -> Result<HubConfig> {
         let entries = serde_json::from_slice(content).with_context(|| file.display().to_string())?;
-        Ok(HubConfig { file, prefix: String::new(), entries })
+        Ok(HubConfig { file, prefix: String::new(), entries, names: Arc::default() })
     }
 
     /// Settings that some other file, named for errors, has given.
     pub fn from_entries(file: &Path, entries: Map<String, Value>) -> HubConfig {
-        HubConfig { file: file.to_owned(), prefix: String::new(), entries }
+        HubConfig { file: file.to_owned(), prefix: String::new(), entries, names: Arc::default() }
+    }
+
+    /// The same, from a file that has names of its own for keys; nested ones with dots.
+    pub fn with_names(self, names: BTreeMap<String, String>) -> HubConfig {
+        HubConfig { names: Arc::new(names), ..self }
     }
 
     /// The file, to name in errors.
@@ -96,11 +111,32 @@ impl HubConfig {
         self.entries.get(key).filter(|value| !value.is_null())
     }
 
+    /// The value at a path of keys with dots between them, unless it is null. A key may have dots of its own.
+    pub fn at(&self, path: &str) -> Option<&Value> {
+        self.get(path).or_else(|| {
+            let mut keys = path.split('.');
+            let outer = self.get(keys.next()?)?;
+            keys.try_fold(outer, |value, key| value.get(key)).filter(|value| !value.is_null())
+        })
+    }
+
+    /// The object at a path of keys.
+    pub fn section_at(&self, path: &str) -> Result<Option<HubConfig>> {
+        match path.split_once('.') {
+            None => self.section(path),
+            Some((outer, rest)) => match self.section(outer)? {
+                Some(section) => section.section_at(rest),
+                None => Ok(None),
+            },
+        }
+    }
+
     /// A nested object.
     pub fn section(&self, key: &str) -> Result<Option<HubConfig>> {
         let Some(entries) = self.typed(key, "an object", Value::as_object)? else { return Ok(None) };
         let prefix = format!("{}{key}.", self.prefix);
-        Ok(Some(HubConfig { file: self.file.clone(), prefix, entries: entries.clone() }))
+        let (entries, names) = (entries.clone(), self.names.clone());
+        Ok(Some(HubConfig { file: self.file.clone(), prefix, entries, names }))
     }
 
     /// A whole number that is not negative.
@@ -165,12 +201,26 @@ impl HubConfig {
         Ok(ids.unwrap_or_default())
     }
 
-    /// An error about a key's value: for what the types cannot say.
-    pub fn wrong(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
-        anyhow!("{}: key '{}{key}': {reason}", self.file.display(), self.prefix)
+    /// What the file calls a key, whether it has it or not; of a nested object, its key.
+    pub fn name_of(&self, key: &str) -> String {
+        let key = format!("{}{key}", self.prefix);
+        self.names.get(&key).cloned().unwrap_or(key)
     }
 
-    fn typed<'a, T>(
+    /// The keys of the file that a key's value is from, as the file calls them, each once.
+    pub fn givers_of(&self, key: &str) -> Vec<String> {
+        let members = self.get(key).and_then(Value::as_object).into_iter().flat_map(Map::keys);
+        let named = members.filter_map(|member| self.names.get(&format!("{}{key}.{member}", self.prefix)));
+        let named: BTreeSet<&String> = named.collect();
+        if named.is_empty() { vec![self.name_of(key)] } else { named.into_iter().cloned().collect() }
+    }
+
+    /// An error about a key's value: for what the types cannot say.
+    pub fn wrong(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
+        anyhow!("{}: key '{}': {reason}", self.file.display(), self.name_of(key))
+    }
+
+    pub(super) fn typed<'a, T>(
         &'a self,
         key: &str,
         kind: &str,
@@ -183,12 +233,12 @@ impl HubConfig {
         }
     }
 
-    fn present<T>(&self, key: &str, value: Option<T>) -> Result<T> {
+    pub(super) fn present<T>(&self, key: &str, value: Option<T>) -> Result<T> {
         value.ok_or_else(|| self.wrong(key, "it is missing"))
     }
 
     /// A value that was read, which must fit.
-    fn fitting<T: Copy + std::fmt::Display>(
+    pub(super) fn fitting<T: Copy + std::fmt::Display>(
         &self,
         key: &str,
         value: Option<T>,
@@ -201,11 +251,16 @@ impl HubConfig {
         }
     }
 
-    fn positive(&self, key: &str) -> Result<Option<f64>> {
+    pub(super) fn positive(&self, key: &str) -> Result<Option<f64>> {
         self.fitting(key, self.opt_f64(key)?, "a positive number", |x| x > 0.0)
     }
 
-    fn needed_positive(&self, key: &str) -> Result<f64> {
+    pub(super) fn positives(&self, key: &str) -> Result<Option<Vec<f64>>> {
+        let positive = |value: &Value| value.as_f64().filter(|x| *x > 0.0);
+        self.typed(key, "a list of positive numbers", |list| list.as_array()?.iter().map(positive).collect())
+    }
+
+    pub(super) fn needed_positive(&self, key: &str) -> Result<f64> {
         self.present(key, self.positive(key)?)
     }
 }
@@ -220,6 +275,15 @@ pub struct GenerationConfig {
     pub sampling: SamplingDefaults,
     /// What else would change the answers, and is not served: keys with their values.
     pub unserved: Map<String, Value>,
+}
+
+/// Tokens that a decoder behind an encoder begins with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DecoderOpening {
+    /// The first one; that of BOS where none is named.
+    pub start: Option<u32>,
+    /// The one after it, such as the language to answer in.
+    pub forced_bos: Option<u32>,
 }
 
 /// How a model wants its tokens drawn: the values that its generation_config.json gives, whatever `do_sample`
@@ -241,17 +305,40 @@ impl GenerationConfig {
     /// from the model's `config`.
     pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<GenerationConfig> {
         let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
-        let ids = |key: &str| match own.as_ref().filter(|own| own.get(key).is_some()) {
-            Some(own) => own.token_ids(key),
-            None => config.token_ids(key),
-        };
+        let ids = |key: &str| ids(own.as_ref(), config, key);
         let (eos, bos) = (ids("eos_token_id")?, ids("bos_token_id")?.first().copied());
-        let Some(own) = &own else { return Ok(GenerationConfig { eos, bos, ..Default::default() }) };
+        let Some(own) = &own else {
+            return Ok(GenerationConfig { eos, bos, ..Default::default() });
+        };
         let (do_sample, sampling) = (own.opt_bool("do_sample")?, SamplingDefaults::read(own)?);
         let unserved = own.entries.iter().filter(|(key, value)| is_unserved(key, value));
         let unserved = unserved.map(|(key, value)| (key.clone(), value.clone())).collect();
         Ok(GenerationConfig { eos, bos, do_sample, sampling, unserved })
     }
+
+    /// The same, of a model whose decoder is told by what it begins with.
+    pub fn behind_an_encoder(mut self) -> GenerationConfig {
+        self.unserved.remove(FORCED_BOS);
+        self
+    }
+}
+
+impl DecoderOpening {
+    /// Of a model with such a decoder: from the files that [`GenerationConfig::from_folder`] reads.
+    pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
+        let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
+        let first = |key: &str| Ok::<_, anyhow::Error>(ids(own.as_ref(), config, key)?.first().copied());
+        Ok(DecoderOpening {
+            start: first("decoder_start_token_id")?.or(first("bos_token_id")?),
+            // Where there is such a file, what it leaves out is not forced.
+            forced_bos: own.as_ref().unwrap_or(config).opt_u32(FORCED_BOS)?,
+        })
+    }
+}
+
+/// The token ids of a key, from generation_config.json if it has it, else from the model's `config`.
+fn ids(own: Option<&HubConfig>, config: &HubConfig, key: &str) -> Result<Vec<u32>> {
+    own.filter(|own| own.get(key).is_some()).unwrap_or(config).token_ids(key)
 }
 
 /// Whether a setting of generation_config.json would change the answers, were it served. A key that is not
@@ -301,122 +388,6 @@ impl SamplingDefaults {
             top_p: number("top_p", "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?,
             min_p: number("min_p", "from 0 to 1", |x| (0.0..=1.0).contains(&x))?,
         })
-    }
-}
-
-/// Rotary position embeddings: pair i of a head of `d` numbers turns by position * theta^(-2i/d), scaled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RopeConfig {
-    pub theta: f64,
-    pub scaling: RopeScaling,
-}
-
-/// How the frequencies are changed to reach beyond the context of training.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    None,
-    /// All divided by `factor`.
-    Linear {
-        factor: f64,
-    },
-    /// Llama 3.1: those of wavelength above `original_context / low_freq_factor` divided by `factor`, those
-    /// below `original_context / high_freq_factor` unchanged, and between the two a blend. Context in tokens.
-    Llama3 {
-        factor: f64,
-        low_freq_factor: f64,
-        high_freq_factor: f64,
-        original_context: usize,
-    },
-}
-
-/// Keys of a configuration, nested ones with dots; none where the format's own meaning stands.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RopeKeys {
-    pub theta: Vec<String>,
-    pub scaling: Vec<String>,
-}
-
-impl RopeConfig {
-    /// The rotary settings of a model: `rope_theta` with `rope_scaling`, or `rope_parameters` that hold both.
-    pub fn from_config(config: &HubConfig) -> Result<RopeConfig> {
-        let outer_theta = config.positive("rope_theta")?.unwrap_or(ROPE_THETA);
-        let read = |key| {
-            let section = config.section(key)?;
-            section.map(|section| RopeConfig::from_section(&section, outer_theta)).transpose()
-        };
-        match (read("rope_scaling")?, read("rope_parameters")?) {
-            (None, None) => Ok(RopeConfig { theta: outer_theta, scaling: RopeScaling::None }),
-            (Some(old), Some(new)) if old != new => {
-                Err(config.wrong("rope_parameters", "it says something else than rope_scaling"))
-            }
-            (Some(rope), _) | (_, Some(rope)) => Ok(rope),
-        }
-    }
-
-    /// The keys that [`RopeConfig::from_config`] takes each part from.
-    pub fn keys(config: &HubConfig) -> Result<RopeKeys> {
-        let mut keys = RopeKeys::default();
-        for name in ["rope_scaling", "rope_parameters"] {
-            let Some(section) = config.section(name)? else { continue };
-            keys.scaling.push(name.to_owned());
-            if section.get("rope_theta").is_some() {
-                keys.theta.push(format!("{name}.rope_theta"));
-            }
-        }
-        if keys.theta.is_empty() && config.get("rope_theta").is_some() {
-            keys.theta.push("rope_theta".to_owned());
-        }
-        Ok(keys)
-    }
-
-    fn from_section(section: &HubConfig, outer_theta: f64) -> Result<RopeConfig> {
-        const KNOWN: [&str; 8] = [
-            "type",
-            "rope_type",
-            "rope_theta",
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-            "partial_rotary_factor",
-        ];
-        if let Some(unknown) = section.keys().find(|key| !KNOWN.contains(key)) {
-            return Err(section.wrong(unknown, "this setting of rotary embeddings is not supported"));
-        }
-        if section.opt_f64("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
-            return Err(section.wrong("partial_rotary_factor", "only whole heads can be rotated"));
-        }
-        let theta = section.positive("rope_theta")?.unwrap_or(outer_theta);
-        Ok(RopeConfig { theta, scaling: RopeScaling::from_section(section)? })
-    }
-}
-
-impl RopeScaling {
-    fn from_section(section: &HubConfig) -> Result<RopeScaling> {
-        let key = if section.get("rope_type").is_some() { "rope_type" } else { "type" };
-        match section.opt_str(key)?.unwrap_or("default") {
-            "default" => Ok(RopeScaling::None),
-            "linear" => Ok(RopeScaling::Linear { factor: section.needed_positive("factor")? }),
-            "llama3" => RopeScaling::llama3(section),
-            other => {
-                let reason = format!("'{other}' is not supported (supported: default, linear, llama3)");
-                Err(section.wrong(key, reason))
-            }
-        }
-    }
-
-    fn llama3(section: &HubConfig) -> Result<RopeScaling> {
-        let low_freq_factor = section.needed_positive("low_freq_factor")?;
-        let high_freq_factor = section.needed_positive("high_freq_factor")?;
-        if high_freq_factor <= low_freq_factor {
-            return Err(section.wrong("high_freq_factor", "it must be above low_freq_factor"));
-        }
-        let original_context = section.usize("original_max_position_embeddings")?;
-        if original_context == 0 {
-            return Err(section.wrong("original_max_position_embeddings", "it must be above 0"));
-        }
-        let factor = section.needed_positive("factor")?;
-        Ok(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context })
     }
 }
 
@@ -478,12 +449,43 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_files_own_names_for_keys_are_those_it_is_blamed_by() {
+        let names = [("n", "x.count"), ("gone", "x.gone"), ("inner.a", "x.a"), ("inner.b", "x.b")];
+        let names = names.map(|(key, name)| (key.to_owned(), name.to_owned()));
+        let c = config(r#"{"n":-1,"plain":2,"inner":{"a":true,"c":1}}"#).with_names(names.into());
+        let inner = c.section("inner").unwrap().unwrap();
+        for (result, named) in [
+            (c.usize("n").map(drop), "key 'x.count': -1"),
+            (c.usize("gone").map(drop), "key 'x.gone': it is missing"),
+            (c.str("plain").map(drop), "key 'plain': 2"),
+            (inner.usize("a").map(drop), "key 'x.a': true"),
+            (inner.str("c").map(drop), "key 'inner.c': 1"),
+        ] {
+            let error = format!("{:#}", result.unwrap_err());
+            assert!(error.contains(named), "{error}");
+        }
+        // Of a nested object, only what is there has given something.
+        assert_eq!(
+            [c.givers_of("inner"), c.givers_of("n"), c.givers_of("plain")],
+            [["x.a"], ["x.count"], ["plain"]]
+        );
+    }
+
     fn generation(own: Option<&str>, config_text: &str) -> Result<GenerationConfig> {
+        GenerationConfig::from_folder(&folder_with(own).folder(), &config(config_text))
+    }
+
+    fn opening(own: Option<&str>, config_text: &str) -> Result<DecoderOpening> {
+        DecoderOpening::from_folder(&folder_with(own).folder(), &config(config_text))
+    }
+
+    fn folder_with(own: Option<&str>) -> Scratch {
         let folder = Scratch::new();
         if let Some(own) = own {
             folder.write(GENERATION_CONFIG, own.as_bytes());
         }
-        GenerationConfig::from_folder(&folder.folder(), &config(config_text))
+        folder
     }
 
     #[test]
@@ -520,6 +522,36 @@ mod tests {
         }
     }
 
+    /// As transformers has it: the start from either file, BOS in its stead; what is forced from
+    /// generation_config.json alone, if there is one.
+    #[test]
+    fn a_decoder_begins_as_the_files_say() {
+        let model = r#"{"decoder_start_token_id":2,"bos_token_id":1,"forced_bos_token_id":7}"#;
+        for (own, config, start, forced_bos) in [
+            (None, model, Some(2), Some(7)),
+            (Some("{}"), model, Some(2), None),
+            (Some(r#"{"decoder_start_token_id":3,"forced_bos_token_id":8}"#), model, Some(3), Some(8)),
+            (Some(r#"{"bos_token_id":5}"#), "{}", Some(5), None),
+            (None, "{}", None, None),
+        ] {
+            let found = opening(own, config).unwrap();
+            assert_eq!(found, DecoderOpening { start, forced_bos }, "{own:?} {config}");
+        }
+        // Models that do not begin like that may have anything there.
+        for (own, key) in [
+            (r#"{"decoder_start_token_id":-1}"#, "'decoder_start_token_id'"),
+            (r#"{"forced_bos_token_id":[1]}"#, "'forced_bos_token_id': [1]"),
+        ] {
+            let error = format!("{:#}", opening(Some(own), model).unwrap_err());
+            assert!(error.contains(key) && error.contains(GENERATION_CONFIG), "{error}");
+            assert!(generation(Some(own), model).is_ok(), "{own}");
+        }
+        let wishes = r#"{"decoder_start_token_id":3,"forced_bos_token_id":8,"num_beams":4}"#;
+        let plain = generation(Some(wishes), "{}").unwrap();
+        assert!(plain.unserved.keys().eq(["forced_bos_token_id", "num_beams"]));
+        assert!(plain.behind_an_encoder().unserved.keys().eq(["num_beams"]));
+    }
+
     /// `do_sample` alone, or with nothing said of how, is no default.
     #[test]
     fn only_values_that_are_given_are_defaults() {
@@ -549,77 +581,5 @@ mod tests {
             "stop_strings": ["END"], "suppress_tokens": [7], "typical_p": 0, "watermarking_config": {"a": 1}
         }"#;
         assert_eq!(unserved(wishes), serde_json::from_str::<Value>(wishes).unwrap());
-    }
-
-    #[test]
-    fn rotary_settings_are_read_in_both_spellings() {
-        let llama3 = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_context: 8192,
-        };
-        let numbers = r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192"#;
-        let old = format!(r#"{{"rope_theta":5e5,"rope_scaling":{{"rope_type":"llama3",{numbers}}}}}"#);
-        let new =
-            format!(r#"{{"rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{numbers}}}}}"#);
-        let both = format!("{},{}", old.trim_end_matches('}').to_owned() + "}", &new[1..]);
-        let linear = RopeScaling::Linear { factor: 2.0 };
-        let cases = [
-            ("{}", ROPE_THETA, RopeScaling::None),
-            (r#"{"rope_theta":1000000,"rope_scaling":null}"#, 1e6, RopeScaling::None),
-            (r#"{"rope_scaling":{"type":"linear","factor":2}}"#, ROPE_THETA, linear),
-            (r#"{"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":7.0}}"#, 7.0, linear),
-            (r#"{"rope_theta":9,"rope_parameters":{"rope_type":"default"}}"#, 9.0, RopeScaling::None),
-            (&old, 5e5, llama3),
-            (&new, 5e5, llama3),
-            (&both, 5e5, llama3),
-        ];
-        for (text, theta, scaling) in cases {
-            assert_eq!(
-                RopeConfig::from_config(&config(text)).unwrap(),
-                RopeConfig { theta, scaling },
-                "{text}"
-            );
-        }
-    }
-
-    #[test]
-    fn rotary_settings_that_are_unknown_or_cannot_be_are_refused_by_key() {
-        let cases = [
-            (
-                r#"{"rope_scaling":{"type":"dynamic","factor":2}}"#,
-                "'rope_scaling.type': 'dynamic' is not supported",
-            ),
-            (
-                r#"{"rope_parameters":{"rope_type":"yarn"}}"#,
-                "'rope_parameters.rope_type': 'yarn' is not supported",
-            ),
-            (r#"{"rope_parameters":{"full_attention":{}}}"#, "'rope_parameters.full_attention'"),
-            (
-                r#"{"rope_parameters":{"partial_rotary_factor":0.5}}"#,
-                "'rope_parameters.partial_rotary_factor'",
-            ),
-            (r#"{"rope_scaling":{"type":"linear"}}"#, "'rope_scaling.factor': it is missing"),
-            (r#"{"rope_scaling":{"type":"linear","factor":0}}"#, "'rope_scaling.factor': 0 is not"),
-            (
-                r#"{"rope_scaling":{"rope_type":"llama3","factor":8}}"#,
-                "'rope_scaling.low_freq_factor': it is missing",
-            ),
-            (r#"{"rope_theta":0}"#, "'rope_theta': 0 is not a positive number"),
-            (r#"{"rope_scaling":"linear"}"#, "'rope_scaling': \"linear\" is not an object"),
-            (
-                r#"{"rope_scaling":{"type":"linear","factor":2},"rope_parameters":{"type":"linear","factor":4}}"#,
-                "'rope_parameters': it says something else",
-            ),
-            (
-                r#"{"rope_scaling":{"type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":4}}"#,
-                "'rope_scaling.high_freq_factor': it must be above",
-            ),
-        ];
-        for (text, reason) in cases {
-            let error = format!("{:#}", RopeConfig::from_config(&config(text)).unwrap_err());
-            assert!(error.contains(reason) && error.contains(CONFIG), "{error}\nexpected: {reason}");
-        }
     }
 }

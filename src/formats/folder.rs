@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail};
 use std::borrow::Cow;
 use std::fmt;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 /// A folder of a model's files.
 #[derive(Clone, Debug)]
@@ -97,7 +99,7 @@ impl Folder {
     /// A file whose bytes stay at hand: mapped, or where the program has them.
     pub(super) fn open(&self, name: &str) -> Result<FileBytes> {
         match self {
-            Folder::Disk(path) => MappedFile::open(&path.join(name)).map(FileBytes::Mapped),
+            Folder::Disk(path) => Ok(FileBytes::Mapped(Arc::new(MappedFile::open(&path.join(name))?))),
             Folder::Embedded(_) => {
                 Ok(FileBytes::Held { path: self.file(name), bytes: self.read_needed(name)? })
             }
@@ -126,7 +128,7 @@ impl fmt::Debug for EmbeddedFolder {
 
 /// The bytes behind a checkpoint, with the path they are known by.
 pub(super) enum FileBytes {
-    Mapped(MappedFile),
+    Mapped(Arc<MappedFile>),
     /// Part of the program, or made by it.
     Held {
         path: PathBuf,
@@ -148,6 +150,14 @@ impl FileBytes {
         match self {
             FileBytes::Mapped(file) => file.bytes(),
             FileBytes::Held { bytes, .. } => bytes,
+        }
+    }
+
+    /// Gives the memory of these bytes back, if they can be had again.
+    pub(super) fn let_go(&self, bytes: Range<usize>) {
+        match self {
+            FileBytes::Mapped(file) => file.let_go(bytes),
+            FileBytes::Held { .. } => {}
         }
     }
 }

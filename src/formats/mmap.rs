@@ -6,7 +6,10 @@
 
 use anyhow::{Context, Result, ensure};
 use memmap2::Mmap;
+#[cfg(unix)]
+use memmap2::UncheckedAdvice;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A read-only mapping of a whole file.
@@ -39,12 +42,38 @@ impl MappedFile {
     pub fn bytes(&self) -> &[u8] {
         &self.map
     }
+
+    /// Gives the memory of these bytes back: whoever reads them again gets them from the disk, or from the system's cache.
+    #[cfg(unix)]
+    pub fn let_go(&self, bytes: Range<usize>) {
+        // SAFETY: the mapping is of a file and never written to, so that pages which are dropped come back the same.
+        let advised =
+            unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
+        // Only advice: the memory is given back later, when it is needed.
+        drop(advised);
+    }
+
+    /// Gives nothing back, where there is no way to.
+    #[cfg(not(unix))]
+    pub fn let_go(&self, _: Range<usize>) {}
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::formats::scratch::Scratch;
+
+    #[test]
+    fn bytes_that_were_let_go_come_back_the_same() {
+        let folder = Scratch::new();
+        let content: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+        let file = MappedFile::open(&folder.write("file", &content)).unwrap();
+        for range in [0..content.len(), 5000..5001, 299_999..300_000, 7..7] {
+            assert!(file.bytes() == content);
+            file.let_go(range);
+        }
+        assert!(file.bytes() == content);
+    }
 
     #[test]
     fn whole_files_are_mapped_and_anything_else_is_refused_by_name() {

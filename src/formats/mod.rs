@@ -12,9 +12,16 @@ pub mod folder;
 
 pub mod config;
 
+mod rope;
+
 pub mod chat;
 
+pub mod gguf;
+
+pub mod sentence;
+
 mod gather;
+mod groups;
 mod sharded;
 
 mod llama2c;
@@ -25,16 +32,21 @@ mod safetensors;
 pub(crate) mod scratch;
 
 pub use chat::{ChatFiles, ChatSource};
-pub use config::{GenerationConfig, HubConfig, RopeConfig, RopeKeys, RopeScaling, SamplingDefaults};
+pub use config::{DecoderOpening, GenerationConfig, HubConfig, SamplingDefaults};
 pub(crate) use folder::is_plain_name;
 pub use folder::{EmbeddedFolder, Folder};
-pub use llama2c::Llama2cHeader;
+pub use gguf::Gguf;
+pub use llama2c::{Llama2cHeader, Llama2cVersion};
 pub use pickle::is_pytorch;
+pub use rope::{RopeConfig, RopeKeys, RopeScaling};
+pub use sentence::{FoundPooling, SentenceFiles, Unserved};
 
 use anyhow::{Result, bail};
 use folder::FileBytes;
 use gather::Gather;
+use groups::Groups;
 use mainstem_kernels::QuantType;
+use sharded::Naming;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -47,6 +59,9 @@ pub struct Checkpoint {
     files: Vec<FileBytes>,
     tensors: Tensors,
 }
+
+/// The formats whose files have settled names in a folder; the first that is there is opened.
+const FOLDER_KINDS: [Naming; 2] = [safetensors::FILES, pickle::FILES];
 
 /// Tensors by name.
 type Tensors = BTreeMap<String, Entry>;
@@ -68,6 +83,8 @@ enum Layout {
     Dense,
     /// To be picked, or made into another type.
     Gathered(Gather),
+    /// To be made of bytes and scales.
+    Grouped(Groups),
 }
 
 impl Entry {
@@ -76,6 +93,7 @@ impl Entry {
         match &self.layout {
             Layout::Dense => self.bytes.len(),
             Layout::Gathered(gather) => gather.bytes_len(&self.shape),
+            Layout::Grouped(groups) => groups.wanted_bytes(self.bytes.len()),
         }
     }
 }
@@ -133,21 +151,32 @@ impl Checkpoint {
         Checkpoint { files: vec![file], tensors }
     }
 
+    /// Whether a folder has what [`Checkpoint::open_folder`] opens.
+    pub fn is_in_folder(folder: &Folder) -> bool {
+        FOLDER_KINDS.iter().any(|kind| kind.is_in(folder))
+    }
+
     /// Opens a folder's weights: safetensors if there are any, else what PyTorch saved.
     pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
-        let kinds = [safetensors::FILES, pickle::FILES];
-        for kind in &kinds {
+        for kind in &FOLDER_KINDS {
             if let Some(checkpoint) = kind.open(folder)? {
                 return Ok(checkpoint);
             }
         }
-        let names = kinds.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
+        let names = FOLDER_KINDS.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
         bail!("{}: no weights are there: looked for {names}", folder.path().display())
     }
 
     /// The tensor of that name.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.tensors.get_key_value(name).map(|(name, entry)| self.view(name, entry))
+    }
+
+    /// Gives the memory of a tensor's bytes back to the system: it has been read, and has a place elsewhere.
+    pub fn let_go(&self, name: &str) {
+        if let Some(entry) = self.tensors.get(name) {
+            self.files[entry.file].let_go(entry.bytes.clone());
+        }
     }
 
     /// Every tensor, in the order of names.
@@ -163,6 +192,11 @@ impl Checkpoint {
     /// The files, in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(FileBytes::path)
+    }
+
+    /// Leaves a tensor out: one that is no weight, and has been read.
+    pub fn forget(&mut self, name: &str) {
+        self.tensors.remove(name);
     }
 
     /// Bytes of all tensors together.
@@ -184,6 +218,7 @@ impl<'a> TensorView<'a> {
         match &self.entry.layout {
             Layout::Dense => Cow::Borrowed(self.stored),
             Layout::Gathered(gather) => Cow::Owned(gather.numbers(self.stored, self.shape)),
+            Layout::Grouped(groups) => Cow::Owned(groups.numbers(self.stored)),
         }
     }
 
@@ -197,10 +232,10 @@ impl<'a> TensorView<'a> {
         match self.dtype {
             Dtype::Known(ty) => Ok(*ty),
             Dtype::Foreign(name) => bail!(
-                "{}: tensor '{}': its dtype {name} is not supported (supported: {})",
+                "{}: tensor '{}': its dtype {name} is not supported yet (supported: {})",
                 self.file.display(),
                 self.name,
-                safetensors::DTYPES.map(|(name, _)| name).join(", ")
+                QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ")
             ),
         }
     }

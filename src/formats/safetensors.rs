@@ -22,7 +22,7 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
 
 /// The number types that can be served, by their names in the header.
-pub(super) const DTYPES: [(&str, QuantType); 3] =
+const DTYPES: [(&str, QuantType); 3] =
     [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
 
 impl Checkpoint {

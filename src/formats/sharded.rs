@@ -20,6 +20,11 @@ pub(super) struct Naming {
 }
 
 impl Naming {
+    /// Whether the folder has such a file, or an index of them.
+    pub(super) fn is_in(&self, folder: &Folder) -> bool {
+        folder.has(self.single) || folder.has(self.index)
+    }
+
     /// The same as [`Naming::open`] where one of them must be there.
     pub(super) fn open_needed(&self, folder: &Folder) -> Result<Checkpoint> {
         self.open(folder)?.with_context(|| {

@@ -141,7 +141,8 @@ impl Client {
 
     /// Where a file of a commit is.
     pub fn address(&self, repository: &str, commit: &str, name: &str) -> String {
-        format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, encoded(name))
+        let name: Vec<String> = name.split('/').map(encoded).collect();
+        format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, name.join("/"))
     }
 
     /// What the hub says of the file at an address.

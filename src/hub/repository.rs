@@ -46,7 +46,7 @@ impl Repository {
             return Ok(());
         }
         let reference = self.reference(revision);
-        fs::create_dir_all(reference.parent().expect("it is in a folder; anything else is a bug"))?;
+        create_folder_of(&reference)?;
         // Never seen half-written.
         let new = self.folder.join(format!(".ref-{}", std::process::id()));
         fs::write(&new, commit)?;
@@ -62,8 +62,9 @@ impl Repository {
         if self.is_absent(commit, name) {
             return Ok(());
         }
-        fs::create_dir_all(self.absent(commit))?;
-        fs::write(self.absent(commit).join(name), [])
+        let mark = self.absent(commit).join(name);
+        create_folder_of(&mark)?;
+        fs::write(mark, [])
     }
 
     /// The place of the content that the hub calls `etag`: refused if it is no plain name.
@@ -72,11 +73,12 @@ impl Repository {
         Ok(Blob { blobs: self.folder.join("blobs"), etag: etag.to_owned() })
     }
 
-    /// Gives the content a name in a commit's folder.
+    /// Gives the content a name in a commit's folder, or in a folder there.
     pub fn link(&self, blob: &Blob, commit: &str, name: &str) -> io::Result<()> {
-        let folder = self.snapshot(commit);
-        fs::create_dir_all(&folder)?;
-        let (target, link) = (Path::new("../../blobs").join(&blob.etag), folder.join(name));
+        let link = self.snapshot(commit).join(name);
+        create_folder_of(&link)?;
+        let up = "../".repeat(2 + name.matches('/').count());
+        let target = Path::new(&up).join("blobs").join(&blob.etag);
         match std::os::unix::fs::symlink(&target, &link) {
             // By another process that knows the same content.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && link.exists() => Ok(()),
@@ -91,6 +93,10 @@ impl Repository {
     fn absent(&self, commit: &str) -> PathBuf {
         self.folder.join(".no_exist").join(commit)
     }
+}
+
+fn create_folder_of(file: &Path) -> io::Result<()> {
+    fs::create_dir_all(file.parent().expect("it is in a folder; anything else is a bug"))
 }
 
 impl Blob {

@@ -3,7 +3,12 @@
 //! Invariant: plain data of fixed capacity. A batch is built on the control side, read on the device,
 //! and comes back to be used again; neither journey allocates.
 
-use std::time::Duration;
+mod sampling;
+
+pub use sampling::{SampleMode, SampleRow, SampledRow, StepOutput, StepTimes};
+
+use crate::backend::KvTable;
+use std::ops::Range;
 
 /// A sequence's place in every per-sequence buffer of the device.
 pub type Slot = u32;
@@ -26,11 +31,13 @@ pub struct StepBatch {
     pub tables: Vec<TableUpdate>,
     /// Pages to copy whole, in every layer.
     pub copies: Vec<PageCopy>,
-    /// The ragged rows of the pass: span after span, row after row.
+    /// The ragged rows of the pass: span after span, row after row. Spans of the encoder come first.
     pub spans: Vec<Span>,
     /// Token ids of the spans that give them.
     pub tokens: Vec<u32>,
-    /// One entry for each wanted row, in row order.
+    /// Rows of spans that want some of theirs, counted from the span's first, ascending.
+    pub picks: Vec<u32>,
+    /// One entry for each row whose logits are wanted, in row order.
     pub samples: Vec<SampleRow>,
     /// What is added to logits before a token is drawn, one row's after another's: (id, bias).
     pub biases: Vec<(u32, f32)>,
@@ -41,14 +48,20 @@ pub struct StepBatch {
 pub struct Span {
     /// Whose weights it passes through.
     pub model: SpanModel,
+    /// Which stack of that model.
+    pub stack: SpanStack,
     /// The sequence's slot: owner of the page table and of the last token.
     pub slot: Slot,
     /// Position of the span's first token within its sequence.
     pub start: u32,
     /// Where its tokens come from.
     pub tokens: SpanTokens,
-    /// Which page table its K and V go through.
+    /// Where its K and V go.
     pub table: SpanTable,
+    /// Tokens that its sequence has room for, prompt and answer: what length-dependent rotary scalings go by.
+    pub reserved: u32,
+    /// Tokens of its sequence's source, which cross-attention sees; 0 without one.
+    pub source: u32,
     /// Which rows' results are wanted.
     pub want: Want,
 }
@@ -62,6 +75,15 @@ pub enum SpanModel {
     Draft,
 }
 
+/// The stack a span passes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SpanStack {
+    /// A whole source at once, from position 0 on: each row sees all of it. With a decoder behind it, its K and V for
+    /// every decoder layer go through the slot's cross table.
+    Encoder,
+    Decoder,
+}
+
 /// Where a span's tokens come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpanTokens {
@@ -71,13 +93,11 @@ pub enum SpanTokens {
     Last,
 }
 
-/// The page table a span reads and writes.
+/// Where the K and V of a span's self-attention go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpanTable {
-    /// The sequence's own: causal attention over its past.
+    /// Through the sequence's own table: causal attention over its past.
     Own,
-    /// The table over the encoder's K and V.
-    Cross,
     /// One layer-sized buffer outside the pool (encoder self-attention).
     Scratch,
     /// The sink page: the row is computed and its result discarded (a hole of the window with the shuffle off).
@@ -93,6 +113,8 @@ pub enum Want {
     Last,
     /// Every row.
     All,
+    /// `len` rows: those that `StepBatch::picks` names from `at` on.
+    Picked { at: u32, len: u32 },
     /// Every row's hidden state after the final norm, no logits.
     Hidden,
 }
@@ -104,10 +126,12 @@ pub struct SlotMove {
     pub to: Slot,
 }
 
-/// Writes one entry of a slot's page table.
+/// Writes one entry of one of a slot's page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableUpdate {
     pub slot: Slot,
+    /// Its own or the cross table.
+    pub table: KvTable,
     /// Index within the table: position / page positions.
     pub index: u32,
     pub page: Page,
@@ -120,103 +144,6 @@ pub struct PageCopy {
     pub to: Page,
 }
 
-/// What to do with one wanted row's logits.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SampleRow {
-    pub mode: SampleMode,
-    /// Counter of the generator: the position the drawn token will have.
-    pub position: u32,
-    /// Key of the generator.
-    pub seed: u64,
-    /// Logits are divided by it; below [`SampleRow::GREEDY_BELOW`] the row is greedy.
-    pub temperature: f32,
-    /// Keep the k largest logits; 0 keeps all.
-    pub top_k: u32,
-    /// Keep the smallest set of most likely tokens that holds this share; 1 keeps all.
-    pub top_p: f32,
-    /// Drop tokens less likely than this share of the likeliest; 0 keeps all.
-    pub min_p: f32,
-    /// The row's entries of `StepBatch::biases`: `bias_len` from `bias_at` on. A bias of negative infinity
-    /// forbids its token.
-    pub bias_at: u32,
-    pub bias_len: u32,
-    /// Whether the log-probability of the token is wanted (raw logits, before temperature).
-    pub logprob: bool,
-    /// How many most likely tokens are reported beside it.
-    pub top_logprobs: u8,
-}
-
-/// How a wanted row's token comes about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SampleMode {
-    /// Draw it and remember it as the slot's last token.
-    Draw,
-    /// It is given; only its log-probability is wanted.
-    Score(u32),
-}
-
-impl SampleRow {
-    /// Temperatures below this are greedy: dividing by them would only overflow.
-    pub const GREEDY_BELOW: f32 = 1e-5;
-
-    /// Greedy choice, nothing reported.
-    pub const GREEDY: SampleRow = SampleRow {
-        mode: SampleMode::Draw,
-        position: 0,
-        seed: 0,
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        bias_at: 0,
-        bias_len: 0,
-        logprob: false,
-        top_logprobs: 0,
-    };
-
-    /// Whether the largest logit is taken as it is.
-    pub fn is_greedy(&self) -> bool {
-        self.temperature < SampleRow::GREEDY_BELOW || self.top_k == 1
-    }
-
-    /// Its entries of the batch's `biases`.
-    pub fn biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
-        &biases[self.bias_at as usize..][..self.bias_len as usize]
-    }
-}
-
-/// The results of a step, one row for each entry of `StepBatch::samples`.
-#[derive(Clone, Debug, Default)]
-pub struct StepOutput {
-    /// The step these results belong to.
-    pub step: u64,
-    pub rows: Vec<SampledRow>,
-    /// The most likely tokens of all rows, one row's after another's: (id, log-probability).
-    pub top: Vec<(u32, f32)>,
-    pub times: StepTimes,
-}
-
-/// What a step took on its device. The parts do not overlap.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepTimes {
-    /// From the batch to the last logits.
-    pub forward: Duration,
-    /// From logits to tokens and what is reported of them.
-    pub sample: Duration,
-}
-
-/// One wanted row's result.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SampledRow {
-    /// The token drawn, or the one that was scored.
-    pub token: u32,
-    /// Its log-probability; NaN when it was not asked for.
-    pub logprob: f32,
-    /// The row's entries of `StepOutput::top`: `top_len` from `top_at` on, most likely first.
-    pub top_at: u32,
-    pub top_len: u32,
-}
-
 impl StepBatch {
     /// An empty batch whose lists never grow beyond what `limits` allow.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
@@ -224,10 +151,11 @@ impl StepBatch {
             step: 0,
             lane: 0,
             moves: Vec::with_capacity(limits.slots),
-            tables: Vec::with_capacity(limits.slots * limits.table_len()),
+            tables: Vec::with_capacity(limits.slots * (limits.table_len() + limits.cross_table_len())),
             copies: Vec::with_capacity(limits.slots),
             spans: Vec::with_capacity(limits.rows),
             tokens: Vec::with_capacity(limits.rows),
+            picks: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
             biases: Vec::with_capacity(limits.bias_room()),
         }
@@ -240,6 +168,7 @@ impl StepBatch {
         self.copies.clear();
         self.spans.clear();
         self.tokens.clear();
+        self.picks.clear();
         self.samples.clear();
         self.biases.clear();
     }
@@ -249,17 +178,37 @@ impl StepBatch {
         self.spans.iter().map(|span| span.len()).sum()
     }
 
-    /// Rows whose results are wanted, in order: indices into 0..rows().
-    pub fn wanted_rows(&self) -> impl Iterator<Item = usize> + '_ {
+    /// Rows of one stack's spans.
+    pub fn rows_of(&self, stack: SpanStack) -> usize {
+        self.spans.iter().filter(|span| span.stack == stack).map(Span::len).sum()
+    }
+
+    /// Rows of one stack whose logits are wanted, in order: indices into `0..rows_of(stack)`.
+    pub fn wanted_rows(&self, stack: SpanStack) -> impl Iterator<Item = usize> + '_ {
         let mut first = 0;
-        self.spans.iter().flat_map(move |span| {
+        self.spans.iter().filter(move |span| span.stack == stack).flat_map(move |span| {
             let rows = first..first + span.len();
             first = rows.end;
-            match span.want {
-                Want::None => rows.end..rows.end,
+            let picks = match span.want {
+                Want::Picked { at, len } => &self.picks[at as usize..][..len as usize],
+                _ => &[],
+            };
+            let run = match span.want {
+                Want::None | Want::Picked { .. } | Want::Hidden => rows.end..rows.end,
                 Want::Last => rows.end - 1..rows.end,
-                Want::All | Want::Hidden => rows,
-            }
+                Want::All => rows.clone(),
+            };
+            run.chain(picks.iter().map(move |pick| rows.start + *pick as usize))
+        })
+    }
+
+    /// Runs of one stack's rows whose hidden states are wanted, in order.
+    pub fn hidden_rows(&self, stack: SpanStack) -> impl Iterator<Item = Range<usize>> + '_ {
+        let mut first = 0;
+        self.spans.iter().filter(move |span| span.stack == stack).filter_map(move |span| {
+            let rows = first..first + span.len();
+            first = rows.end;
+            (span.want == Want::Hidden).then_some(rows)
         })
     }
 }
@@ -275,26 +224,42 @@ impl Span {
     }
 }
 
-impl StepOutput {
-    /// Room for the results of any batch within `limits`.
-    pub fn with_capacity(limits: &crate::StepLimits) -> StepOutput {
-        StepOutput {
-            step: 0,
-            rows: Vec::with_capacity(limits.rows),
-            top: Vec::with_capacity(limits.rows * limits.top_logprobs),
-            times: StepTimes::default(),
-        }
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    /// Empties both lists and keeps their room.
-    pub fn clear(&mut self) {
-        self.rows.clear();
-        self.top.clear();
-        self.times = StepTimes::default();
-    }
-
-    /// The most likely tokens of one row.
-    pub fn top_of(&self, row: &SampledRow) -> &[(u32, f32)] {
-        &self.top[row.top_at as usize..][..row.top_len as usize]
+    #[test]
+    fn rows_are_wanted_stack_by_stack() {
+        let span = |stack, len, want| Span {
+            model: SpanModel::Target,
+            stack,
+            slot: 0,
+            start: 0,
+            tokens: SpanTokens::Given { at: 0, len },
+            table: SpanTable::Own,
+            reserved: 9,
+            source: 0,
+            want,
+        };
+        let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
+        let batch = StepBatch {
+            spans: vec![
+                span(encoder, 4, Want::Picked { at: 1, len: 2 }),
+                span(encoder, 3, Want::Hidden),
+                span(decoder, 2, Want::None),
+                span(decoder, 5, Want::Last),
+                span(decoder, 3, Want::Picked { at: 0, len: 1 }),
+                span(decoder, 2, Want::All),
+                span(decoder, 2, Want::Hidden),
+                span(decoder, 1, Want::Hidden),
+            ],
+            picks: vec![1, 0, 3],
+            ..StepBatch::default()
+        };
+        assert_eq!((batch.rows(), batch.rows_of(encoder), batch.rows_of(decoder)), (22, 7, 15));
+        assert_eq!(batch.wanted_rows(encoder).collect::<Vec<_>>(), [0, 3]);
+        assert_eq!(batch.wanted_rows(decoder).collect::<Vec<_>>(), [6, 8, 10, 11]);
+        assert!(batch.hidden_rows(encoder).eq(std::iter::once(4..7)));
+        assert_eq!(batch.hidden_rows(decoder).collect::<Vec<_>>(), [12..14, 14..15]);
     }
 }

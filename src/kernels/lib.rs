@@ -20,12 +20,12 @@ pub mod cpu;
 pub mod conformance;
 
 pub use backend::{
-    Activation, AttentionShape, Backend, DeviceError, KvLayer, KvLayout, Norm, Rope, RopeStyle, StepLimits,
-    Weight,
+    Activation, AttentionShape, Backend, DeviceError, DistanceBias, Expert, KvLayer, KvLayout, KvTable, Mask,
+    MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch,
-    StepOutput, StepTimes, TableUpdate, Want,
+    PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepOutput, StepTimes, TableUpdate, Want,
 };
 pub use host::HostBuf;
 pub use quant::QuantType;

@@ -31,6 +31,8 @@ struct Returns {
 #[derive(Debug)]
 pub struct Lease {
     pages: Vec<Page>,
+    /// How many of them are for the sequence's own positions; the rest are its source's.
+    own: usize,
     epoch: u64,
     returns: Arc<Mutex<Returns>>,
 }
@@ -54,17 +56,23 @@ impl PagePool {
     /// Leases the pages that `positions` token positions take; `None`, and nothing is leased, when fewer
     /// are free.
     pub fn reserve(&mut self, positions: usize) -> Option<Lease> {
+        self.reserve_with_source(positions, 0)
+    }
+
+    /// The same, with pages of their own for the positions of a source: all of them, or none.
+    pub fn reserve_with_source(&mut self, positions: usize, source: usize) -> Option<Lease> {
         let epoch = self.collect();
-        let rest = self.free.len().checked_sub(self.pages_for(positions))?;
+        let (own, cross) = (self.pages_for(positions), self.pages_for(source));
+        let rest = self.free.len().checked_sub(own + cross)?;
         let pages: Vec<Page> = self.free.drain(rest..).rev().collect();
-        Some(self.lease(pages, epoch))
+        Some(self.lease(pages, own, epoch))
     }
 
     /// A second lease of the same pages: they come free when both are dropped.
     pub fn share(&mut self, lease: &Lease) -> Lease {
         let epoch = self.collect();
         assert_eq!(lease.epoch, epoch, "a lease from before a reset is not shared");
-        self.lease(lease.pages.clone(), epoch)
+        self.lease(lease.pages.clone(), lease.own, epoch)
     }
 
     /// Pages that `positions` token positions take.
@@ -128,18 +136,28 @@ impl PagePool {
         returns.epoch
     }
 
-    fn lease(&mut self, pages: Vec<Page>, epoch: u64) -> Lease {
+    fn lease(&mut self, pages: Vec<Page>, own: usize, epoch: u64) -> Lease {
         for &page in &pages {
             self.holders[page as usize] += 1;
         }
-        Lease { pages, epoch, returns: Arc::clone(&self.returns) }
+        Lease { pages, own, epoch, returns: Arc::clone(&self.returns) }
     }
 }
 
 impl Lease {
-    /// The pages, in the order of the positions they hold.
+    /// All pages: those of the sequence's own positions, then those of its source's.
     pub fn pages(&self) -> &[Page] {
         &self.pages
+    }
+
+    /// The pages of the sequence's own positions, in their order.
+    pub fn own(&self) -> &[Page] {
+        &self.pages[..self.own]
+    }
+
+    /// The pages of its source's positions, in their order.
+    pub fn cross(&self) -> &[Page] {
+        &self.pages[self.own..]
     }
 }
 
@@ -244,13 +262,31 @@ mod tests {
     }
 
     #[test]
+    fn a_source_has_pages_of_its_own_and_comes_and_goes_with_its_sequence() {
+        let mut pool = PagePool::new(6, POSITIONS);
+        assert!(pool.reserve_with_source(3 * POSITIONS, 2 * POSITIONS + 1).is_none(), "one page too few");
+        assert_eq!(pool.used(), 0, "and nothing of it stays leased");
+        let lease = pool.reserve_with_source(2 * POSITIONS + 1, POSITIONS).expect("there are enough");
+        assert_eq!((lease.own().len(), lease.cross().len(), pool.used()), (3, 1, 4));
+        assert_eq!([lease.own(), lease.cross()].concat(), lease.pages());
+        disjoint(std::slice::from_ref(&lease));
+        let without = pool.reserve(POSITIONS).expect("one is left");
+        assert_eq!((without.own().len(), without.cross().len()), (1, 0));
+        drop(lease);
+        pool.check();
+        assert_eq!(pool.used(), 1);
+        let nothing = pool.reserve(0).expect("nothing can always be had");
+        assert!(nothing.pages().is_empty());
+    }
+
+    #[test]
     fn shared_pages_come_free_with_their_last_lease() {
-        let mut pool = PagePool::new(4, POSITIONS);
-        let first = pool.reserve(2 * POSITIONS).expect("there are enough");
+        let mut pool = PagePool::new(5, POSITIONS);
+        let first = pool.reserve_with_source(2 * POSITIONS, 1).expect("there are enough");
         let second = pool.share(&first);
-        assert_eq!((second.pages(), pool.used()), (first.pages(), 2));
+        assert_eq!((second.own(), second.cross(), pool.used()), (first.own(), first.cross(), 3));
         drop(first);
-        assert_eq!(pool.used(), 2);
+        assert_eq!(pool.used(), 3);
         pool.check();
         drop(second);
         assert_eq!(pool.used(), 0);

@@ -2,11 +2,12 @@
 //!
 //! Invariant: everything is allocated in `new`; `run` allocates nothing.
 
-use super::forward::{self, Activations, activation_bytes};
+use super::activations::{Activations, activation_bytes};
+use super::forward::{self, Caches};
 use super::load::{self, Model, TensorRecord};
-use super::rope;
 use super::shard::Shard;
 use super::source::ModelSource;
+use super::spec::{AttentionSpec, MlpSpec};
 use anyhow::{Context, Result};
 use mainstem_kernels::{
     Backend, DeviceError, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
@@ -31,6 +32,7 @@ pub struct ExecutorReport {
     /// Weights, and the table of rotary positions.
     pub weight_bytes: usize,
     pub kv_bytes: usize,
+    /// Buffers between operations, and the cache that an encoder's layers use one after another.
     pub activation_bytes: usize,
     /// What the backend needs beside them for its steps.
     pub step_bytes: usize,
@@ -50,6 +52,8 @@ pub struct ModelExecutor<B: Backend> {
     model: Model<B::Buf>,
     shard: Shard,
     kv: Vec<KvLayer<B::Buf>>,
+    /// The encoder's cache, which lasts for one layer.
+    scratch: Option<KvLayer<B::Buf>>,
     act: Activations<B::Buf>,
     report: ExecutorReport,
 }
@@ -57,18 +61,17 @@ pub struct ModelExecutor<B: Backend> {
 impl<B: Backend> ModelExecutor<B> {
     /// Loads the model and allocates all that steps within `limits` need.
     pub fn new(mut backend: B, source: &ModelSource, kv: KvPlan, limits: StepLimits) -> Result<Self> {
-        let shard = Shard::whole(source.spec.layers);
+        let shard = Shard::whole(source.spec.cached_layers().len());
         let mut measure = Measure::begin();
-        let model = load::load(&mut backend, source, &shard, limits.positions)?;
+        let model = load::load(&mut backend, source, &shard, &limits)?;
         let weight_bytes = measure.since_last();
-        let kv_layout = kv_layout(source, kv, limits.page_positions);
-        let caches = shard
-            .layers
-            .clone()
-            .map(|_| backend.alloc_kv(kv_layout))
+        let caches = kv_layouts(source, kv, limits.page_positions)
+            .map(|layout| backend.alloc_kv(layout))
             .collect::<Result<_, _>>()
             .context("allocating the KV cache")?;
         let kv_bytes = measure.since_last();
+        let scratch = scratch_layout(source, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
+        let scratch = scratch.context("allocating the encoder's cache")?;
         let act =
             Activations::new(&mut backend, &source.spec, &limits).context("allocating the activations")?;
         let activation_bytes = measure.since_last();
@@ -81,7 +84,7 @@ impl<B: Backend> ModelExecutor<B> {
             activation_bytes,
             step_bytes: measure.since_last(),
         };
-        Ok(ModelExecutor { backend, model, shard, kv: caches, act, report })
+        Ok(ModelExecutor { backend, model, shard, kv: caches, scratch, act, report })
     }
 }
 
@@ -100,38 +103,58 @@ pub fn forecast<B: Backend>(
             backend.upload_weight(tensor.ty, 0, inp, &[])?;
         }
     }
-    backend.alloc_kv(KvLayout { pages: 0, ..kv_layout(source, kv, limits.page_positions) })?;
+    for layout in kv_layouts(source, kv, limits.page_positions).chain(scratch_layout(source, &limits)) {
+        backend.alloc_kv(KvLayout { pages: 0, ..layout })?;
+    }
+    for layer in source.spec.stacks().flat_map(|stack| &stack.layers) {
+        if let MlpSpec::Experts(moe) = &layer.mlp {
+            backend.prepare_moe(&moe.shape(), source.spec.hidden)?;
+        }
+    }
     let mut measure = Measure::begin();
     backend.prepare(&limits).context("allocating the step buffers")?;
     let step_bytes = measure.since_last();
     let page = page_bytes(source, kv.ty, limits.page_positions).context("a page is too large")?;
-    let rope = rope::table_bytes(source.spec.rope.dims, limits.positions);
     Ok(ExecutorReport {
         device: backend.describe(),
-        weight_bytes: tensors.iter().map(TensorRecord::loaded_bytes).sum::<usize>() + rope,
+        weight_bytes: tensors.iter().map(TensorRecord::loaded_bytes).sum::<usize>()
+            + load::table_bytes(&source.spec, &limits),
         tensors,
         kv_bytes: kv.pages.saturating_mul(page),
-        activation_bytes: activation_bytes(&source.spec, &limits),
+        activation_bytes: working_bytes(source, &limits),
         step_bytes,
     })
 }
 
 /// Bytes of one page in all layers; `None` when they overflow.
 pub fn page_bytes(source: &ModelSource, ty: QuantType, page_positions: usize) -> Option<usize> {
-    let layout = kv_layout(source, KvPlan { ty, pages: 1 }, page_positions);
-    layout.page_bytes()?.checked_mul(source.spec.layers)
+    let mut layouts = kv_layouts(source, KvPlan { ty, pages: 1 }, page_positions);
+    layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
 }
 
-fn kv_layout(source: &ModelSource, kv: KvPlan, page_positions: usize) -> KvLayout {
-    let attention = &source.spec.attention;
-    KvLayout {
-        ty: kv.ty,
-        pages: kv.pages,
-        page_positions,
-        kv_heads: attention.kv_heads,
-        k_dim: attention.head_dim,
-        v_dim: attention.head_dim,
-    }
+/// Bytes of all that a step works in and leaves nothing in: activations, and an encoder's cache.
+pub fn working_bytes(source: &ModelSource, limits: &StepLimits) -> usize {
+    let scratch =
+        scratch_layout(source, limits).and_then(|layout| layout.page_bytes()?.checked_mul(layout.pages));
+    activation_bytes(&source.spec, limits).saturating_add(scratch.unwrap_or(0))
+}
+
+/// The caches of the decoder's layers.
+fn kv_layouts(source: &ModelSource, kv: KvPlan, page_positions: usize) -> impl Iterator<Item = KvLayout> {
+    let layers = source.spec.cached_layers().iter();
+    layers.map(move |layer| layout(&layer.attention, kv, page_positions))
+}
+
+/// The cache that an encoder's layers use one after another. It is in single precision: nothing of it stays.
+fn scratch_layout(source: &ModelSource, limits: &StepLimits) -> Option<KvLayout> {
+    let layers = &source.spec.encoder.as_ref()?.layers;
+    let kv = KvPlan { ty: QuantType::F32, pages: limits.scratch_positions().div_ceil(limits.page_positions) };
+    Some(layout(&layers.first()?.attention, kv, limits.page_positions))
+}
+
+fn layout(attention: &AttentionSpec, kv: KvPlan, page_positions: usize) -> KvLayout {
+    let AttentionSpec { kv_heads, k_dim, v_dim, .. } = *attention;
+    KvLayout { ty: kv.ty, pages: kv.pages, page_positions, kv_heads, k_dim, v_dim }
 }
 
 impl<B: Backend> Executor for ModelExecutor<B> {
@@ -143,7 +166,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             &mut self.backend,
             &self.model,
             &self.shard,
-            &mut self.kv,
+            Caches { own: &mut self.kv, scratch: self.scratch.as_mut() },
             &mut self.act,
             batch,
             out,

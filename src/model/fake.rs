@@ -2,11 +2,13 @@
 //! model, and nothing of it.
 //!
 //! Invariant: a token depends on its row's seed and position alone. There are no logits, so neither a prompt
-//! nor the rest of the row's parameters, biases among them, change it.
+//! nor the rest of the row's parameters, biases among them, change it. Hidden states are all ones.
 
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::{DeviceError, SampleMode, SampleRow, SampledRow, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{
+    DeviceError, SampleMode, SampleRow, SampledRow, SpanStack, StepBatch, StepLimits, StepOutput,
+};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -92,6 +94,8 @@ impl Executor for FakeExecutor {
             let result = self.result(row, &mut out.top);
             out.rows.push(result);
         }
+        let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
+        out.hidden.resize(hidden * self.limits.hidden, 1.0);
         out.times.sample = began.elapsed() - out.times.forward;
         Ok(())
     }
@@ -125,10 +129,12 @@ mod tests {
         rows: 8,
         logit_rows: 4,
         positions: 64,
+        source_positions: 0,
         page_positions: 32,
         top_logprobs: 2,
         biases: 0,
         vocab: 100,
+        hidden: 0,
     };
 
     #[test]
@@ -160,10 +166,13 @@ mod tests {
         let mut device = FakeExecutor::new(vec![7], LIMITS).taking(time);
         let span = Span {
             model: SpanModel::Target,
+            stack: SpanStack::Decoder,
             slot: 0,
             start: 0,
             tokens: SpanTokens::Given { at: 0, len: 4 },
             table: SpanTable::Own,
+            reserved: 4,
+            source: 0,
             want: Want::Last,
         };
         let samples = vec![SampleRow::GREEDY];

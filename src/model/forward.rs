@@ -1,181 +1,388 @@
-//! The one definition of a layer, for every device, weight type and schedule.
+//! The one definition of a layer, for every family, device, weight type and schedule.
 //!
-//! A pre-norm transformer block (Vaswani et al. 2017; Zhang and Sennrich 2019 for RMS norm; Su et al. 2021
-//! for rotary positions; Ainslie et al. 2023 for grouped queries; Shazeer 2020 for the gated MLP):
+//! A transformer layer (Vaswani et al. 2017) of known blocks: norms before, behind or around the sub-layers, attention with
+//! whatever positions, cross-attention, one feed-forward network or several of which each token chooses.
 //!
 //! ```text
-//! x += o(attention(rope(q(norm x)), rope(k(norm x)), v(norm x)))
-//! x += down(act(gate(norm x)) * up(norm x))
+//! x += s * out(o(attention(rope(norm(q(pre x))), rope(norm(k(pre x))), v(pre x)))); x = post(x)
+//! x += s * out(cross(pre x));                                                       x = post(x)
+//! x += s * out(mlp(pre x));                                                         x = post(x)
 //! ```
 //!
-//! Invariant: whatever steps through layers calls these five functions and adds no arithmetic of its own.
+//! Invariant: whatever steps through layers calls these functions and adds no arithmetic of its own.
 
-use super::load::{Block, Linear, Model, Stack};
+use super::activations::Activations;
+use super::load::{Attention, Block, Dense, Embedding, Head, Linear, Mlp, Model, Moe, Stack, SublayerNorms};
 use super::shard::Shard;
-use super::spec::ModelSpec;
-use mainstem_kernels::{AttentionShape, Backend, DeviceError, KvLayer, StepBatch, StepLimits, StepOutput};
+use super::spec::tables::Wiring;
+use super::spec::{AttentionSpec, LayerSpec};
+use mainstem_kernels::{
+    AttentionShape, Backend, DistanceBias, KvLayer, KvTable, Norm, SpanStack, StepBatch, StepOutput,
+};
 use std::time::Instant;
 
-/// The buffers between the operations, made once for the largest step. All F32, (rows, width).
-pub struct Activations<Buf> {
-    /// The residual stream, (rows, hidden).
-    x: Buf,
-    /// Its norm, and what a sub-layer gives back, (rows, hidden).
-    h: Buf,
-    y: Buf,
-    /// (rows, heads, head_dim)
-    q: Buf,
-    /// (rows, kv_heads, head_dim)
-    k: Buf,
-    v: Buf,
-    /// What attention gives, (rows, heads, head_dim).
-    a: Buf,
-    /// (rows, MLP width)
-    gate: Buf,
-    up: Buf,
-    /// The wanted rows, (logit rows, hidden).
-    wanted: Buf,
-    wanted_h: Buf,
-    /// (logit rows, vocabulary)
-    logits: Buf,
-    /// Wanted rows whose logits have room at once.
-    logit_rows: usize,
+/// What the layers of a stack write their keys and values to.
+pub struct Caches<'a, Buf> {
+    /// The decoder's, layer by layer.
+    pub own: &'a mut [KvLayer<Buf>],
+    /// The encoder's, one for all layers.
+    pub scratch: Option<&'a mut KvLayer<Buf>>,
 }
 
-impl<Buf> Activations<Buf> {
-    /// Buffers for every step within `limits`.
-    pub fn new<B: Backend<Buf = Buf>>(
-        backend: &mut B,
-        spec: &ModelSpec,
-        limits: &StepLimits,
-    ) -> Result<Activations<Buf>, DeviceError> {
-        let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size_of::<f32>());
-        Ok(Activations {
-            x: alloc(limits.rows, spec.hidden)?,
-            h: alloc(limits.rows, spec.hidden)?,
-            y: alloc(limits.rows, spec.hidden)?,
-            q: alloc(limits.rows, spec.q_width())?,
-            k: alloc(limits.rows, spec.kv_width())?,
-            v: alloc(limits.rows, spec.kv_width())?,
-            a: alloc(limits.rows, spec.q_width())?,
-            gate: alloc(limits.rows, spec.mlp.width)?,
-            up: alloc(limits.rows, spec.mlp.width)?,
-            wanted: alloc(limits.logit_rows, spec.hidden)?,
-            wanted_h: alloc(limits.logit_rows, spec.hidden)?,
-            logits: alloc(limits.logit_rows, spec.vocab)?,
-            logit_rows: limits.logit_rows,
-        })
-    }
-}
-
-/// Bytes of all activations together.
-pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
-    let row = 3 * spec.hidden + 2 * spec.q_width() + 2 * spec.kv_width() + 2 * spec.mlp.width;
-    let logit_row = 2 * spec.hidden + spec.vocab;
-    (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
-}
-
-/// One step of the whole batch: for each layer, every row. The serving schedule.
+/// One step of the whole batch: for each layer, every row. The serving schedule. The encoder's rows go first, and the
+/// decoder's may be of the same sequences.
 pub fn step_major<B: Backend>(
     b: &mut B,
     model: &Model<B::Buf>,
     shard: &Shard,
-    kv: &mut [KvLayer<B::Buf>],
+    caches: Caches<B::Buf>,
     act: &mut Activations<B::Buf>,
     batch: &StepBatch,
     out: &mut StepOutput,
 ) {
-    let rows = batch.rows();
-    let stack = model.decoder();
+    let Caches { own, scratch } = caches;
     b.begin(batch);
-    for cache in kv.iter_mut() {
+    for cache in own.iter_mut() {
         b.copy_pages(&batch.copies, cache);
     }
-    embed(b, stack, act);
-    for (index, cache) in kv.iter_mut().enumerate().take(shard.layers.len()) {
-        let block = stack.source.layer(index);
-        before_attention(b, &model.spec, stack, block, rows, act);
-        attention(b, &model.spec, cache, act);
-        after_attention(b, &model.spec, block, rows, act);
+    if let (Some(stack), Some(spec), Some(scratch)) = (&model.encoder, &model.spec.encoder, scratch) {
+        let rows = b.select(SpanStack::Encoder);
+        if rows > 0 {
+            begin(b, stack, rows, act);
+            for (index, layer) in spec.layers.iter().enumerate() {
+                block(b, stack, layer, index, (KvTable::Scratch, scratch), rows, act);
+            }
+            end(b, stack, (SpanStack::Encoder, batch), rows, act, out);
+            if let Some(decoder) = &model.decoder {
+                remember(b, decoder, own, rows, act);
+            }
+        }
     }
-    head(b, &model.spec, stack, batch.samples.len(), act, out);
+    if let (Some(stack), Some(spec)) = (&model.decoder, &model.spec.decoder) {
+        let rows = b.select(SpanStack::Decoder);
+        if rows > 0 {
+            begin(b, stack, rows, act);
+            for (index, cache) in own.iter_mut().enumerate().take(shard.layers.len()) {
+                block(
+                    b,
+                    stack,
+                    &spec.layers[shard.layers.start + index],
+                    index,
+                    (KvTable::Own, cache),
+                    rows,
+                    act,
+                );
+            }
+            end(b, stack, (SpanStack::Decoder, batch), rows, act, out);
+        }
+    }
 }
 
-/// x = the embeddings of the step's tokens.
-pub fn embed<B: Backend>(b: &mut B, stack: &Stack<B::Buf>, act: &mut Activations<B::Buf>) {
-    b.embed(&stack.embedding, &mut act.x);
+/// x = the embeddings of the step's tokens and positions; the angles of the step's positions.
+pub fn begin<B: Backend>(b: &mut B, stack: &Stack<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
+    let Embedding { table, scale, project_in, added, norm } = &stack.embedding;
+    let hidden = act.hidden;
+    match project_in {
+        None => b.embed(table, &mut act.x),
+        Some(project) => {
+            b.embed(table, &mut act.y);
+            linear(b, rows, project, &act.y, &mut act.x);
+        }
+    }
+    if *scale != 1.0 {
+        b.scale(rows, hidden, *scale, &mut act.x);
+    }
+    if let Some((positions, offset)) = added {
+        b.embed_positions(positions, *offset, &mut act.x);
+    }
+    if let Some(norm) = norm {
+        b.norm_in_place(rows, norm, &mut act.x);
+    }
+    for (rope, angles) in stack.ropes.iter().zip(&mut act.angles) {
+        b.angles(rope, angles);
+    }
 }
 
-/// q, k, v = the projections of norm(x), q and k rotated.
+/// One layer, whose keys and values go to that cache.
+fn block<B: Backend>(
+    b: &mut B,
+    stack: &Stack<B::Buf>,
+    spec: &LayerSpec,
+    index: usize,
+    (table, cache): (KvTable, &mut KvLayer<B::Buf>),
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    let block = stack.source.layer(index);
+    before_attention(b, spec, stack, block, rows, act);
+    attention(b, &spec.attention, stack.distance.as_ref(), table, cache, act);
+    after_attention(b, spec, block, cache, rows, act);
+}
+
+/// q, k, v = the projections of the layer's input, normed and turned.
 pub fn before_attention<B: Backend>(
     b: &mut B,
-    spec: &ModelSpec,
+    spec: &LayerSpec,
     stack: &Stack<B::Buf>,
     block: &Block<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let shape = &spec.attention;
-    b.norm(rows, &block.attention_norm, &act.x, &mut act.h);
-    linear(b, rows, &block.q, &act.h, &mut act.q);
-    linear(b, rows, &block.k, &act.h, &mut act.k);
-    linear(b, rows, &block.v, &act.h, &mut act.v);
-    b.rope(&stack.rope, shape.heads, shape.head_dim, &mut act.q);
-    b.rope(&stack.rope, shape.kv_heads, shape.head_dim, &mut act.k);
+    let (shape, weights) = (&spec.attention, &block.attention);
+    if let Some(norm) = &block.attention_norms.pre {
+        b.norm(rows, norm, &act.x, &mut act.h);
+    }
+    let input = if block.attention_norms.pre.is_some() { &act.h } else { &act.x };
+    linear(b, rows, &weights.q, input, &mut act.q);
+    linear(b, rows, &weights.k, input, &mut act.k);
+    linear(b, rows, &weights.v, input, &mut act.v);
+    if let Some((q_norm, k_norm)) = &weights.qk_norms {
+        norm_heads(b, rows, q_norm, shape.q_width(), &mut act.q);
+        norm_heads(b, rows, k_norm, shape.k_width(), &mut act.k);
+    }
+    if let Some(rope) = shape.rope {
+        let (rope, angles) = (&stack.ropes[rope], &act.angles[rope]);
+        b.rope(rope, angles, shape.heads, shape.k_dim, &mut act.q);
+        b.rope(rope, angles, shape.kv_heads, shape.k_dim, &mut act.k);
+    }
 }
 
 /// a = attention of q over the cache, which holds k and v first.
 pub fn attention<B: Backend>(
     b: &mut B,
-    spec: &ModelSpec,
+    spec: &AttentionSpec,
+    distance: Option<&DistanceBias<B::Buf>>,
+    table: KvTable,
     cache: &mut KvLayer<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
-    let shape =
-        AttentionShape { heads: spec.attention.heads, scale: 1.0 / (spec.attention.head_dim as f32).sqrt() };
-    b.store_kv(&act.k, &act.v, cache);
-    b.attention(&shape, &act.q, cache, &mut act.a);
+    b.store_kv(table, &act.k, &act.v, cache);
+    let bias = distance.filter(|_| spec.by_distance);
+    b.attention(&shape(spec, table, bias), &act.q, cache, &mut act.a);
 }
 
-/// x += o(a), then x += the MLP of norm(x). What each gives is reduced over the stage first.
+/// What comes behind attention, to the end of the layer. What sub-layers give is reduced over the stage.
 pub fn after_attention<B: Backend>(
     b: &mut B,
-    spec: &ModelSpec,
+    spec: &LayerSpec,
     block: &Block<B::Buf>,
+    cache: &KvLayer<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    linear(b, rows, &block.o, &act.a, &mut act.y);
-    b.reduce(rows, spec.hidden, &mut act.y);
-    b.add(rows, spec.hidden, &mut act.x, &act.y);
-
-    b.norm(rows, &block.mlp_norm, &act.x, &mut act.h);
-    linear(b, rows, &block.gate, &act.h, &mut act.gate);
-    linear(b, rows, &block.up, &act.h, &mut act.up);
-    b.activate(rows, spec.mlp.width, spec.mlp.activation, &mut act.gate, Some(&act.up));
-    linear(b, rows, &block.down, &act.gate, &mut act.y);
-    b.reduce(rows, spec.hidden, &mut act.y);
-    b.add(rows, spec.hidden, &mut act.x, &act.y);
+    // The MLP's input, where attention must not have changed it.
+    if spec.wiring == Wiring::ParallelTwoNorms
+        && let Some(norm) = &block.mlp_norms.pre
+    {
+        b.norm(rows, norm, &act.x, &mut act.h);
+    }
+    give_attention(b, spec, &block.attention, &block.attention_norms, rows, act);
+    if let (Some((norms, weights)), Some((_, shape_of))) = (&block.cross, &spec.cross) {
+        cross_attention(b, spec, (norms, weights, shape_of), cache, rows, act);
+    }
+    let norms = &block.mlp_norms;
+    if spec.wiring == Wiring::Sequential
+        && let Some(norm) = &norms.pre
+    {
+        b.norm(rows, norm, &act.x, &mut act.h);
+    }
+    let reads_h = match spec.wiring {
+        Wiring::Sequential | Wiring::ParallelTwoNorms => norms.pre.is_some(),
+        Wiring::Parallel => true,
+    };
+    match &block.mlp {
+        Mlp::Dense(mlp) => dense(b, rows, mlp, reads_h, Target::Y, act),
+        Mlp::Experts(moe) => experts(b, rows, moe, reads_h, act),
+    }
+    join(b, rows, norms, spec.residual_scale, act);
 }
 
-/// Tokens of the wanted rows, in blocks of as many as there is room for logits.
-pub fn head<B: Backend>(
+/// Tokens of the wanted rows, hidden states of those that want them.
+pub fn end<B: Backend>(
     b: &mut B,
-    spec: &ModelSpec,
     stack: &Stack<B::Buf>,
-    wanted: usize,
+    (which, batch): (SpanStack, &StepBatch),
+    rows: usize,
     act: &mut Activations<B::Buf>,
     out: &mut StepOutput,
 ) {
+    let hidden = act.hidden;
+    let wants_hidden = batch.hidden_rows(which).next().is_some();
+    // What a decoder attends to is normed whole, and so are hidden states.
+    let normed = which == SpanStack::Encoder || wants_hidden;
+    if normed {
+        if let Some(norm) = &stack.norm {
+            b.norm_in_place(rows, norm, &mut act.x);
+        }
+        for run in batch.hidden_rows(which) {
+            b.hidden(run, hidden, &act.x, out);
+        }
+    }
+    let Some(head_of) = &stack.head else { return };
+    let wanted = batch.wanted_rows(which).count();
     for first in (0..wanted).step_by(act.logit_rows) {
         let block = first..wanted.min(first + act.logit_rows);
-        b.gather(block.clone(), spec.hidden, &act.x, &mut act.wanted);
-        b.norm(block.len(), &stack.norm, &act.wanted, &mut act.wanted_h);
-        b.matmul(block.len(), stack.head(), None, &act.wanted_h, &mut act.logits);
+        b.gather(block.clone(), hidden, &act.x, &mut act.wanted);
+        if let Some(norm) = stack.norm.as_ref().filter(|_| !normed) {
+            b.norm_in_place(block.len(), norm, &mut act.wanted);
+        }
+        head(b, head_of, block.len(), act);
         let began = Instant::now();
         b.sample(block, &act.logits, out);
         out.times.sample += began.elapsed();
     }
+}
+
+/// logits = those of the wanted rows.
+fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
+    let (hidden, vocab) = (act.hidden, act.vocab);
+    if let Some((project, activation, norm)) = &head.transform {
+        linear(b, rows, project, &act.wanted, &mut act.wanted_h);
+        b.activate(rows, hidden, *activation, &mut act.wanted_h, None);
+        b.norm(rows, norm, &act.wanted_h, &mut act.wanted);
+    }
+    if let Some(project) = &head.project_out {
+        linear(b, rows, project, &act.wanted, &mut act.wanted_h);
+    }
+    let input = if head.project_out.is_some() { &act.wanted_h } else { &act.wanted };
+    b.matmul(rows, &head.table, head.bias.as_ref(), input, &mut act.logits);
+    if head.scale != 1.0 {
+        b.scale(rows, vocab, head.scale, &mut act.logits);
+    }
+    if let Some(cap) = head.softcap {
+        b.softcap(rows, vocab, cap, &mut act.logits);
+    }
+}
+
+/// Keys and values of what the encoder made, for every layer of the decoder, once for a whole answer.
+fn remember<B: Backend>(
+    b: &mut B,
+    decoder: &Stack<B::Buf>,
+    caches: &mut [KvLayer<B::Buf>],
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    for (index, cache) in caches.iter_mut().enumerate() {
+        let Some((_, weights)) = &decoder.source.layer(index).cross else { continue };
+        linear(b, rows, &weights.k, &act.x, &mut act.k);
+        linear(b, rows, &weights.v, &act.x, &mut act.v);
+        b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
+    }
+}
+
+/// x += what attention gives.
+fn give_attention<B: Backend>(
+    b: &mut B,
+    spec: &LayerSpec,
+    weights: &Attention<B::Buf>,
+    norms: &SublayerNorms<B::Buf>,
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    linear(b, rows, &weights.o, &act.a, &mut act.y);
+    join(b, rows, norms, spec.residual_scale, act);
+}
+
+fn cross_attention<B: Backend>(
+    b: &mut B,
+    spec: &LayerSpec,
+    (norms, weights, own): (&SublayerNorms<B::Buf>, &Attention<B::Buf>, &AttentionSpec),
+    cache: &KvLayer<B::Buf>,
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    if let Some(norm) = &norms.pre {
+        b.norm(rows, norm, &act.x, &mut act.h);
+    }
+    let input = if norms.pre.is_some() { &act.h } else { &act.x };
+    linear(b, rows, &weights.q, input, &mut act.q);
+    b.attention(&shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
+    give_attention(b, spec, weights, norms, rows, act);
+}
+
+/// x += scale * y, the sub-layer's result, with the norms it goes through.
+fn join<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    norms: &SublayerNorms<B::Buf>,
+    scale: f32,
+    act: &mut Activations<B::Buf>,
+) {
+    let hidden = act.hidden;
+    b.reduce(rows, hidden, &mut act.y);
+    if let Some(norm) = &norms.out {
+        b.norm_in_place(rows, norm, &mut act.y);
+    }
+    b.add(rows, hidden, scale, &mut act.x, &act.y);
+    if let Some(norm) = &norms.post {
+        b.norm_in_place(rows, norm, &mut act.x);
+    }
+}
+
+/// Where a feed-forward network puts what it gives.
+#[derive(Clone, Copy)]
+enum Target {
+    /// The sub-layer's result.
+    Y,
+    /// Beside what the chosen experts give.
+    Shared,
+}
+
+fn dense<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    mlp: &Dense<B::Buf>,
+    reads_h: bool,
+    target: Target,
+    act: &mut Activations<B::Buf>,
+) {
+    let input = if reads_h { &act.h } else { &act.x };
+    linear(b, rows, &mlp.gate, input, &mut act.gate);
+    if let Some(up) = &mlp.up {
+        linear(b, rows, up, input, &mut act.up);
+    }
+    let up = mlp.up.is_some().then_some(&act.up);
+    b.activate(rows, mlp.width, mlp.activation, &mut act.gate, up);
+    let target = match target {
+        Target::Y => &mut act.y,
+        Target::Shared => &mut act.shared,
+    };
+    linear(b, rows, &mlp.down, &act.gate, target);
+}
+
+fn experts<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    moe: &Moe<B::Buf>,
+    reads_h: bool,
+    act: &mut Activations<B::Buf>,
+) {
+    let input = if reads_h { &act.h } else { &act.x };
+    linear(b, rows, &moe.router, input, &mut act.router);
+    b.moe(rows, &moe.shape, &act.router, &moe.experts, input, &mut act.y);
+    let Some(shared) = &moe.shared else { return };
+    dense(b, rows, shared, reads_h, Target::Shared, act);
+    let hidden = act.hidden;
+    if let Some(router) = &moe.shared_router {
+        let input = if reads_h { &act.h } else { &act.x };
+        linear(b, rows, router, input, &mut act.router);
+        b.gate_rows(rows, hidden, &act.router, &mut act.shared);
+    }
+    b.add(rows, hidden, 1.0, &mut act.y, &act.shared);
+}
+
+/// Normalises each head by itself where the norm is as wide as one, else all together.
+fn norm_heads<B: Backend>(b: &mut B, rows: usize, norm: &Norm<B::Buf>, width: usize, x: &mut B::Buf) {
+    b.norm_in_place(rows * width / norm.width, norm, x);
+}
+
+fn shape<'a, Buf>(
+    spec: &AttentionSpec,
+    table: KvTable,
+    bias: Option<&'a DistanceBias<Buf>>,
+) -> AttentionShape<'a, Buf> {
+    let AttentionSpec { heads, scale, softcap, mask, .. } = *spec;
+    AttentionShape { heads, scale, softcap, mask, table, bias }
 }
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {

@@ -1,17 +1,26 @@
 //! From a checkpoint's tensors to a model in a device's memory.
 //!
-//! Invariant: a matrix keeps the number format it is stored in, a vector becomes F32, and what was loaded is
-//! recorded tensor by tensor.
+//! Invariant: a matrix keeps the number format it is stored in, a vector becomes F32, a matrix that embeddings and heads
+//! share is loaded once, and what was loaded is recorded piece by piece. Of the weights never more than one piece has a copy
+//! beside the device's.
 
+use super::distance;
+use super::pieces::{self, Taken};
 use super::rope;
 use super::shard::Shard;
 use super::source::ModelSource;
-use super::spec::{ModelSpec, TensorNames};
-use super::tensors::{self, Needed, bias_name};
+use super::spec::{
+    AddedSpec, AttentionSpec, DenseSpec, DistanceSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec,
+    MlpSpec, ModelSpec, MoeSpec, NormSpec, Norms, Piece, RopeSpec, StackSpec,
+};
+use super::tensors;
 use crate::formats::Checkpoint;
-use anyhow::{Context, Result, bail};
-use mainstem_kernels::{Backend, Norm, QuantType, Rope, Weight};
-use std::borrow::Cow;
+use anyhow::{Context, Result};
+use mainstem_kernels::{
+    Activation, Backend, DistanceBias, Expert, MoeShape, Norm, QuantType, Rope, StepLimits, Weight,
+};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 /// The layers of one network in a device's memory. An encoder-decoder model has two.
 pub struct Model<Buf> {
@@ -24,12 +33,26 @@ pub struct Model<Buf> {
 
 /// One stack of layers with what stands before and after it.
 pub struct Stack<Buf> {
-    /// (vocabulary, hidden)
-    pub embedding: Weight<Buf>,
-    pub rope: Rope<Buf>,
+    pub embedding: Embedding<Buf>,
+    /// Every kind of rotary positions that some layer has.
+    pub ropes: Vec<Rope<Buf>>,
+    /// What layers add to scores by distance.
+    pub distance: Option<DistanceBias<Buf>>,
     pub source: WeightSource<Buf>,
-    pub norm: Norm<Buf>,
-    pub head: Head<Buf>,
+    pub norm: Option<Norm<Buf>>,
+    pub head: Option<Head<Buf>>,
+}
+
+/// From tokens to the residual stream.
+pub struct Embedding<Buf> {
+    /// (vocabulary, width)
+    pub table: Arc<Weight<Buf>>,
+    pub scale: f32,
+    /// To the width of the residual stream.
+    pub project_in: Option<Linear<Buf>>,
+    /// Rows that are added by position, (positions, hidden), and the row of position 0.
+    pub added: Option<(Weight<Buf>, usize)>,
+    pub norm: Option<Norm<Buf>>,
 }
 
 /// Hands out the weights of each layer.
@@ -40,15 +63,55 @@ pub enum WeightSource<Buf> {
 
 /// The weights of one layer.
 pub struct Block<Buf> {
-    pub attention_norm: Norm<Buf>,
+    pub attention_norms: SublayerNorms<Buf>,
+    pub attention: Attention<Buf>,
+    /// To what the encoder made.
+    pub cross: Option<(SublayerNorms<Buf>, Attention<Buf>)>,
+    pub mlp_norms: SublayerNorms<Buf>,
+    pub mlp: Mlp<Buf>,
+}
+
+/// The norms around a sub-layer: of what it reads, of what it gives, of the sum.
+pub struct SublayerNorms<Buf> {
+    pub pre: Option<Norm<Buf>>,
+    pub out: Option<Norm<Buf>>,
+    pub post: Option<Norm<Buf>>,
+}
+
+/// The projections around attention.
+pub struct Attention<Buf> {
     pub q: Linear<Buf>,
     pub k: Linear<Buf>,
     pub v: Linear<Buf>,
     pub o: Linear<Buf>,
-    pub mlp_norm: Norm<Buf>,
+    /// Of queries and of keys.
+    pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
+}
+
+/// A feed-forward network.
+pub enum Mlp<Buf> {
+    Dense(Dense<Buf>),
+    Experts(Box<Moe<Buf>>),
+}
+
+/// down(act(gate(x)) * up(x)); without `up`, down(act(gate(x))).
+pub struct Dense<Buf> {
+    pub width: usize,
+    pub activation: Activation,
     pub gate: Linear<Buf>,
-    pub up: Linear<Buf>,
+    pub up: Option<Linear<Buf>>,
     pub down: Linear<Buf>,
+}
+
+/// A mixture of experts.
+pub struct Moe<Buf> {
+    pub shape: MoeShape,
+    pub router: Linear<Buf>,
+    pub experts: Vec<Expert<Buf>>,
+    /// Every token goes through this one too.
+    pub shared: Option<Dense<Buf>>,
+    /// The sigmoid of this, (1, hidden), multiplies what that one gives.
+    pub shared_router: Option<Linear<Buf>>,
 }
 
 /// y = x · Wᵀ (+ b)
@@ -59,19 +122,26 @@ pub struct Linear<Buf> {
 }
 
 /// What turns the residual stream into logits.
-pub enum Head<Buf> {
-    /// The embedding's matrix again.
-    Tied,
-    /// A matrix of its own, (vocabulary, hidden).
-    Own(Weight<Buf>),
+pub struct Head<Buf> {
+    pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
+    /// To the width of the embedding.
+    pub project_out: Option<Linear<Buf>>,
+    /// (vocabulary, width); the embedding's, if it is tied.
+    pub table: Arc<Weight<Buf>>,
+    /// F32, (vocabulary).
+    pub bias: Option<Buf>,
+    pub scale: f32,
+    pub softcap: Option<f32>,
 }
 
-/// What is known of a loaded tensor.
+/// What is known of a loaded tensor, or part of one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorRecord {
     pub name: String,
     pub ty: QuantType,
+    /// (out, in), or the length of a vector, as loaded.
     pub shape: Vec<usize>,
+    /// As stored.
     pub bytes: usize,
 }
 
@@ -85,6 +155,14 @@ impl TensorRecord {
     }
 }
 
+impl TensorRecord {
+    /// The same in single precision.
+    fn widened(self) -> TensorRecord {
+        let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
+        TensorRecord { ty: QuantType::F32, bytes, ..self }
+    }
+}
+
 impl<Buf> WeightSource<Buf> {
     /// The weights of the layer with that index within the stage.
     pub fn layer(&self, index: usize) -> &Block<Buf> {
@@ -94,147 +172,322 @@ impl<Buf> WeightSource<Buf> {
     }
 }
 
-impl<Buf> Stack<Buf> {
-    /// The matrix that makes logits.
-    pub fn head(&self) -> &Weight<Buf> {
-        match &self.head {
-            Head::Tied => &self.embedding,
-            Head::Own(weight) => weight,
-        }
-    }
-}
-
-impl<Buf> Model<Buf> {
-    /// The stack that generates. Every model served so far has one.
-    pub fn decoder(&self) -> &Stack<Buf> {
-        self.decoder.as_ref().expect("a decoder-only model has a decoder; this is a bug")
-    }
-}
-
-/// Loads the shard's part of `source` into `backend`'s memory. `positions` is how far the tables of rotary
-/// positions reach.
+/// Loads the shard's part of `source` into `backend`'s memory. Tables by position reach as far as steps within `limits` go.
 pub fn load<B: Backend>(
     backend: &mut B,
     source: &ModelSource,
     shard: &Shard,
-    positions: usize,
+    limits: &StepLimits,
 ) -> Result<Model<B::Buf>> {
-    let mut loader =
-        Loader { backend, checkpoint: &source.checkpoint, spec: &source.spec, tensors: Vec::new() };
-    let decoder =
-        loader.stack(shard, positions).with_context(|| format!("loading {}", source.path.display()))?;
-    let tensors = loader.tensors;
-    Ok(Model { spec: source.spec.clone(), encoder: None, decoder: Some(decoder), tensors })
+    let spec = &source.spec;
+    let (checkpoint, tables, tensors) = (&source.checkpoint, HashMap::new(), Vec::new());
+    let mut loader = Loader { backend, checkpoint, tables, tensors };
+    let mut stacks = || -> Result<_> {
+        let encoder = spec.encoder.as_ref();
+        let encoder =
+            encoder.map(|stack| loader.stack(stack, 0..stack.layers.len(), limits.source_positions));
+        let decoder = spec.decoder.as_ref();
+        let decoder = decoder.map(|stack| loader.stack(stack, shard.layers.clone(), limits.positions));
+        Ok((encoder.transpose()?, decoder.transpose()?))
+    };
+    let (encoder, decoder) = stacks().with_context(|| format!("loading {}", source.path.display()))?;
+    Ok(Model { spec: spec.clone(), encoder, decoder, tensors: loader.tensors })
 }
-
-const CHECKED: &str = "it was there at opening, and computable; anything else is a bug";
 
 /// What [`load`] would record, in another order; none of the tensors' bytes is touched.
 pub fn records(source: &ModelSource) -> Vec<TensorRecord> {
-    let record = |needed: Needed| {
-        let name = needed.name();
-        let tensor = source.checkpoint.tensor(&name).expect(CHECKED);
-        let ty = tensor.quant_type().expect(CHECKED);
-        TensorRecord { ty, shape: needed.shape, bytes: tensor.bytes_len(), name }
+    let spec = &source.spec;
+    let normalised = spec.last_stack().head.as_ref().filter(|head| head.normalised).map(|head| &head.table);
+    let is_normalised = |piece: &Piece| normalised.is_some_and(|table| std::ptr::eq(table, piece));
+    let mut shared = HashSet::new();
+    let mut all = tensors::pieces(spec);
+    // Tables are shared, and a row of token types becomes a part of each position's.
+    all.retain(|piece| match piece.role {
+        _ if is_normalised(piece) => true,
+        "embedding" | "head" => shared.insert(&piece.name),
+        "token_types" => false,
+        _ => true,
+    });
+    let record = |piece: &Piece| {
+        let record = pieces::record(&source.checkpoint, piece);
+        let has_types = || spec.stacks().any(|stack| has_types_beside(stack, piece));
+        if is_normalised(piece) || has_types() { record.widened() } else { record }
     };
-    tensors::needed(&source.spec).map(record).collect()
+    all.into_iter().map(record).collect()
+}
+
+/// Whether a piece is the stack's learned positions, to which a row of token types is added.
+fn has_types_beside(stack: &StackSpec, piece: &Piece) -> bool {
+    let is_table =
+        matches!(&stack.added, Some(AddedSpec::Learned { table, .. }) if std::ptr::eq(table, piece));
+    is_table && stack.embedding.token_types.is_some()
+}
+
+/// Bytes of the tables that are made from the specification, of a model whose steps stay within `limits`.
+pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
+    let of_stack = |stack: &StackSpec, positions: usize| {
+        let rope =
+            |rope: &RopeSpec| rope::bounds(&rope.config).len() * rope::table_bytes(rope.dims, positions);
+        let sinusoids = match &stack.added {
+            Some(AddedSpec::Sinusoidal { .. }) => positions * spec.hidden,
+            None if stack.embedding.token_types.is_some() => positions * spec.hidden,
+            Some(AddedSpec::Learned { .. }) | None => 0,
+        };
+        let distance = match &stack.distance {
+            Some(DistanceSpec::Alibi { heads, .. } | DistanceSpec::Relative { heads, .. }) => {
+                heads * (2 * positions).saturating_sub(1)
+            }
+            None => 0,
+        };
+        stack.ropes.iter().map(rope).sum::<usize>() + (sinusoids + distance) * size_of::<f32>()
+    };
+    let encoder = spec.encoder.as_ref().map_or(0, |stack| of_stack(stack, limits.source_positions));
+    encoder + spec.decoder.as_ref().map_or(0, |stack| of_stack(stack, limits.positions))
 }
 
 struct Loader<'a, B: Backend> {
     backend: &'a mut B,
     checkpoint: &'a Checkpoint,
-    spec: &'a ModelSpec,
+    /// Embeddings and heads by name: encoder, decoder and head may share one.
+    tables: HashMap<String, Arc<Weight<B::Buf>>>,
     tensors: Vec<TensorRecord>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
-    fn stack(&mut self, shard: &Shard, positions: usize) -> Result<Stack<B::Buf>> {
-        let spec = self.spec;
-        let embedding = self.matrix(&spec.tensors.embedding, spec.vocab, spec.hidden)?;
-        let blocks = shard.layers.clone().map(|layer| self.block(layer)).collect::<Result<_>>()?;
-        let norm = self.norm(&spec.tensors.norm)?;
-        let head = match spec.tied_head {
-            true => Head::Tied,
-            false => Head::Own(self.matrix(&spec.tensors.head, spec.vocab, spec.hidden)?),
-        };
-        let rope = self.rope(positions)?;
-        Ok(Stack { embedding, rope, source: WeightSource::Resident(blocks), norm, head })
+    fn stack(
+        &mut self,
+        spec: &StackSpec,
+        layers: std::ops::Range<usize>,
+        positions: usize,
+    ) -> Result<Stack<B::Buf>> {
+        let embedding = self.embedding(spec, positions)?;
+        let distance = spec.distance.as_ref().map(|spec| self.distance(spec, positions)).transpose()?;
+        let ropes = spec.ropes.iter().map(|spec| self.rope(spec, positions)).collect::<Result<_>>()?;
+        let blocks = layers
+            .map(|layer| self.block(&spec.layers[layer]).with_context(|| format!("layer {layer}")))
+            .collect::<Result<Vec<_>>>()?;
+        let norm = self.opt_norm(&spec.norm)?;
+        let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
+        Ok(Stack { embedding, ropes, distance, source: WeightSource::Resident(blocks), norm, head })
     }
 
-    fn block(&mut self, layer: usize) -> Result<Block<B::Buf>> {
-        let spec = self.spec;
-        let (hidden, q, kv, mlp) = (spec.hidden, spec.q_width(), spec.kv_width(), spec.mlp.width);
-        let name = |pattern: &str| TensorNames::in_layer(pattern, layer);
-        let names = &spec.tensors;
-        Ok(Block {
-            attention_norm: self.norm(&name(&names.attention_norm))?,
-            q: self.linear(&name(&names.q), q, hidden, spec.attention.bias)?,
-            k: self.linear(&name(&names.k), kv, hidden, spec.attention.bias)?,
-            v: self.linear(&name(&names.v), kv, hidden, spec.attention.bias)?,
-            o: self.linear(&name(&names.o), hidden, q, spec.attention.bias)?,
-            mlp_norm: self.norm(&name(&names.mlp_norm))?,
-            gate: self.linear(&name(&names.gate), mlp, hidden, spec.mlp.bias)?,
-            up: self.linear(&name(&names.up), mlp, hidden, spec.mlp.bias)?,
-            down: self.linear(&name(&names.down), hidden, mlp, spec.mlp.bias)?,
+    fn embedding(&mut self, spec: &StackSpec, positions: usize) -> Result<Embedding<B::Buf>> {
+        let EmbeddingSpec { table, scale, project_in, token_types, norm } = &spec.embedding;
+        let hidden = spec.embedding.project_in.as_ref().map_or(table.shape[1], |linear| linear.out);
+        let types = token_types.as_ref().map(|piece| self.first_row(piece)).transpose()?;
+        let added = match &spec.added {
+            // What is the same for all tokens is added to each position's row.
+            Some(AddedSpec::Learned { table, offset }) => {
+                Some((self.positions(table, types.as_deref())?, *offset))
+            }
+            Some(AddedSpec::Sinusoidal { layout, offset, scale }) => {
+                let rows = distance::sinusoids(*layout, hidden, positions, *offset, *scale);
+                Some((self.made(rows, hidden, types.as_deref())?, 0))
+            }
+            None => match &types {
+                Some(_) => Some((self.made(vec![0.0; positions * hidden], hidden, types.as_deref())?, 0)),
+                None => None,
+            },
+        };
+        Ok(Embedding {
+            table: self.table(table, false)?,
+            scale: *scale,
+            project_in: project_in.as_ref().map(|linear| self.linear(linear)).transpose()?,
+            added,
+            norm: self.opt_norm(norm)?,
         })
     }
 
-    fn linear(&mut self, name: &str, out: usize, inp: usize, bias: bool) -> Result<Linear<B::Buf>> {
-        let weight = self.matrix(name, out, inp)?;
-        let bias = bias.then(|| self.vector(&bias_name(name), out)).transpose()?;
+    fn block(&mut self, spec: &LayerSpec) -> Result<Block<B::Buf>> {
+        let cross = match &spec.cross {
+            Some((norms, attention)) => Some((self.sublayer_norms(norms)?, self.attention(attention)?)),
+            None => None,
+        };
+        Ok(Block {
+            attention_norms: self.sublayer_norms(&spec.attention_norms)?,
+            attention: self.attention(&spec.attention)?,
+            cross,
+            mlp_norms: self.sublayer_norms(&spec.mlp_norms)?,
+            mlp: match &spec.mlp {
+                MlpSpec::Dense(dense) => Mlp::Dense(self.dense(dense)?),
+                MlpSpec::Experts(moe) => Mlp::Experts(Box::new(self.moe(moe)?)),
+            },
+        })
+    }
+
+    fn attention(&mut self, spec: &AttentionSpec) -> Result<Attention<B::Buf>> {
+        let qk_norms = match &spec.qk_norms {
+            Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
+            None => None,
+        };
+        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.linear(linear));
+        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms })
+    }
+
+    fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<B::Buf>> {
+        let DenseSpec { width, activation, .. } = *spec;
+        let up = spec.up.as_ref().map(|up| self.linear(up)).transpose()?;
+        Ok(Dense { width, activation, gate: self.linear(&spec.gate)?, up, down: self.linear(&spec.down)? })
+    }
+
+    fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<B::Buf>> {
+        let shape = spec.shape();
+        self.backend.prepare_moe(&shape, spec.router.inp)?;
+        let expert = |dense: &DenseSpec, loader: &mut Self| {
+            let up = dense.up.as_ref().map(|up| loader.linear(up)).transpose()?.map(|up| up.weight);
+            let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
+            anyhow::Ok(Expert { gate, up, down })
+        };
+        Ok(Moe {
+            shape,
+            router: self.linear(&spec.router)?,
+            experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
+            shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
+            shared_router: spec.shared_router.as_ref().map(|linear| self.linear(linear)).transpose()?,
+        })
+    }
+
+    fn head(&mut self, spec: &HeadSpec) -> Result<Head<B::Buf>> {
+        let transform = match &spec.transform {
+            Some((linear, activation, norm)) => Some((self.linear(linear)?, *activation, self.norm(norm)?)),
+            None => None,
+        };
+        Ok(Head {
+            transform,
+            project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
+            table: self.table(&spec.table, spec.normalised)?,
+            bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
+            scale: spec.scale,
+            softcap: spec.softcap,
+        })
+    }
+
+    fn sublayer_norms(&mut self, spec: &Norms) -> Result<SublayerNorms<B::Buf>> {
+        let [pre, out, post] = [&spec.pre, &spec.out, &spec.post].map(|norm| self.opt_norm(norm));
+        Ok(SublayerNorms { pre: pre?, out: out?, post: post? })
+    }
+
+    fn opt_norm(&mut self, spec: &Option<NormSpec>) -> Result<Option<Norm<B::Buf>>> {
+        spec.as_ref().map(|norm| self.norm(norm)).transpose()
+    }
+
+    fn norm(&mut self, spec: &NormSpec) -> Result<Norm<B::Buf>> {
+        let NormSpec { kind, width, eps, offset, .. } = *spec;
+        let weight = Some(self.vector(&spec.weight, offset)?);
+        let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
+        Ok(Norm { kind, weight, bias, width, eps })
+    }
+
+    fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
+        let weight = self.matrix(&spec.weight, false)?;
+        let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Linear { weight, bias })
     }
 
-    fn norm(&mut self, name: &str) -> Result<Norm<B::Buf>> {
-        let width = self.spec.hidden;
-        Ok(Norm { weight: self.vector(name, width)?, width, eps: self.spec.norm_eps })
+    /// A matrix that may be shared.
+    fn table(&mut self, piece: &Piece, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
+        // Rows of length 1 are another matrix.
+        let key = if normalised { format!("{} (normalised)", piece.name) } else { piece.name.clone() };
+        if let Some(known) = self.tables.get(&key) {
+            return Ok(known.clone());
+        }
+        let table = Arc::new(self.matrix(piece, normalised)?);
+        self.tables.insert(key, table.clone());
+        Ok(table)
     }
 
     /// A matrix, kept in the type it is stored in.
-    fn matrix(&mut self, name: &str, out: usize, inp: usize) -> Result<Weight<B::Buf>> {
-        let (ty, bytes) = self.take(name, &[out, inp])?;
-        self.backend
-            .upload_weight(ty, out, inp, &bytes)
-            .with_context(|| format!("tensor '{name}' of {} bytes", bytes.len()))
+    fn matrix(&mut self, piece: &Piece, normalised: bool) -> Result<Weight<B::Buf>> {
+        let taken = pieces::take(self.checkpoint, piece)?;
+        let taken = if normalised { pieces::normalised(taken) } else { taken };
+        self.tensors.push(taken.record(&piece.name));
+        let (out, inp) = (taken.out(), taken.inp());
+        let uploaded = self.backend.upload_weight(taken.ty, out, inp, &taken.bytes);
+        let uploaded =
+            uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, taken.bytes.len()))?;
+        // Read from the disk, it was a copy as long as it was needed.
+        self.checkpoint.let_go(&piece.name);
+        Ok(uploaded)
     }
 
-    /// A vector, widened to F32.
-    fn vector(&mut self, name: &str, width: usize) -> Result<B::Buf> {
-        let (ty, bytes) = self.take(name, &[width])?;
-        let mut values = vec![0f32; width];
-        (ty.row().dequantize)(&bytes, &mut values);
+    /// A vector, widened to F32, `offset` added.
+    fn vector(&mut self, piece: &Piece, offset: f32) -> Result<B::Buf> {
+        let mut values = self.take(piece)?.widened();
+        values.iter_mut().for_each(|value| *value += offset);
+        self.upload(&values).with_context(|| format!("tensor '{}'", piece.name))
+    }
+
+    /// Learned positions, with a row added to each if there is one.
+    fn positions(&mut self, piece: &Piece, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
+        match row {
+            None => self.matrix(piece, false),
+            Some(_) => {
+                let taken = pieces::take(self.checkpoint, piece)?;
+                self.tensors.push(taken.record(&piece.name).widened());
+                self.made(taken.widened(), taken.inp(), row)
+            }
+        }
+    }
+
+    /// The first row of a matrix.
+    fn first_row(&mut self, piece: &Piece) -> Result<Vec<f32>> {
+        let taken = pieces::take(self.checkpoint, piece)?;
+        let mut rows = taken.widened();
+        rows.truncate(taken.inp());
+        Ok(rows)
+    }
+
+    /// A matrix of numbers that were made here, with a row added to each of its own if there is one.
+    fn made(&mut self, mut rows: Vec<f32>, width: usize, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
+        for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
+            *value += added;
+        }
+        let out = rows.len() / width;
+        let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Ok(self.backend.upload_weight(QuantType::F32, out, width, &bytes)?)
+    }
+
+    fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<B::Buf>> {
+        let mut tables = Vec::new();
+        for bound in rope::bounds(&spec.config) {
+            let table = rope::table(&spec.config, spec.dims, positions, bound);
+            tables.push((bound, self.upload_bytes(&table).context("the table of rotary positions")?));
+        }
+        Ok(Rope {
+            tables,
+            positions,
+            dims: spec.dims,
+            style: spec.style,
+            stretch: rope::stretch(&spec.config),
+        })
+    }
+
+    fn distance(&mut self, spec: &DistanceSpec, reach: usize) -> Result<DistanceBias<B::Buf>> {
+        let (table, heads) = match spec {
+            DistanceSpec::Alibi { heads, scale } => (distance::alibi(*heads, *scale, reach), *heads),
+            DistanceSpec::Relative { table, heads, buckets, max_distance, both_ways } => {
+                let learned = self.take(table)?.widened();
+                (distance::relative(&learned, *heads, *buckets, *max_distance, *both_ways, reach), *heads)
+            }
+        };
+        Ok(DistanceBias { table: self.upload(&table).context("biases by distance")?, heads, reach })
+    }
+
+    fn upload(&mut self, values: &[f32]) -> Result<B::Buf> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.upload(&bytes).with_context(|| format!("tensor '{name}'"))
+        self.upload_bytes(&bytes)
     }
 
-    fn rope(&mut self, positions: usize) -> Result<Rope<B::Buf>> {
-        let rope = &self.spec.rope;
-        let cos_sin = self
-            .upload(&rope::table(&rope.config, rope.dims, positions))
-            .context("the table of rotary positions")?;
-        Ok(Rope { cos_sin, positions, dims: rope.dims, style: rope.style })
-    }
-
-    fn upload(&mut self, bytes: &[u8]) -> Result<B::Buf> {
+    fn upload_bytes(&mut self, bytes: &[u8]) -> Result<B::Buf> {
         let mut buf = self.backend.alloc(bytes.len())?;
         self.backend.upload(&mut buf, 0, bytes);
         Ok(buf)
     }
 
-    /// The numbers of the tensor of that name, if it has that shape; records that it was used.
-    fn take(&mut self, name: &str, shape: &[usize]) -> Result<(QuantType, Cow<'a, [u8]>)> {
-        let checkpoint = self.checkpoint;
-        let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
-        if tensor.shape != shape {
-            bail!(
-                "{}: tensor '{name}' has shape {:?}, but config and specification make it {shape:?}",
-                tensor.file.display(),
-                tensor.shape
-            );
-        }
-        let (ty, bytes) = (tensor.quant_type()?, tensor.bytes());
-        let record = TensorRecord { name: name.to_owned(), ty, shape: shape.to_vec(), bytes: bytes.len() };
-        self.tensors.push(record);
-        Ok((ty, bytes))
+    /// The numbers of a piece; records that it was used.
+    fn take(&mut self, piece: &Piece) -> Result<Taken<'a>> {
+        let taken = pieces::take(self.checkpoint, piece)?;
+        self.tensors.push(taken.record(&piece.name));
+        Ok(taken)
     }
 }

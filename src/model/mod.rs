@@ -7,6 +7,8 @@ pub mod provenance;
 
 pub mod spec;
 
+pub mod gguf;
+
 pub mod tensors;
 
 pub mod source;
@@ -19,6 +21,12 @@ pub mod load;
 
 pub mod rope;
 
+pub mod distance;
+
+pub mod pieces;
+
+pub mod activations;
+
 pub mod forward;
 
 pub mod executor;
@@ -27,7 +35,7 @@ pub mod fake;
 
 pub use executor::{Executor, ModelExecutor};
 pub use fake::FakeExecutor;
-pub use load::{Block, Head, Linear, Model, Stack, TensorRecord, WeightSource};
+pub use load::{Model, TensorRecord};
 pub use shard::Shard;
 pub use source::{ModelRef, ModelSource};
 pub use spec::ModelSpec;

@@ -22,7 +22,9 @@ pub struct Provenance {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sourced {
     /// Its place in the specification file, such as `attention.heads`.
-    pub key: &'static str,
+    pub key: String,
+    /// The layers that have it, ascending; empty for what is no layer's.
+    pub layers: Vec<usize>,
     pub value: Value,
     pub origin: Origin,
 }
@@ -40,10 +42,12 @@ pub enum Origin {
     Format,
     /// Computed; the rule, in keys of the specification.
     Derived(&'static str),
+    /// Computed, by this formula of the specification.
+    Formula(String),
 }
 
 impl Provenance {
-    /// The entry of that key.
+    /// The first entry of that key.
     pub fn get(&self, key: &str) -> Option<&Sourced> {
         self.values.iter().find(|sourced| sourced.key == key)
     }

@@ -1,30 +1,59 @@
 //! The table of rotary positions: angles from theta and scaling, cosines and sines for every position.
 //!
-//! Su et al., "RoFormer" (section 3.4.2); scaling as Llama's checkpoints define it.
+//! Su et al., "RoFormer" (section 3.4.2). Scalings: Llama's as its checkpoints define it; Peng et al. 2023, "YaRN" (section
+//! 3.2); Ding et al. 2024, "LongRoPE".
 //! Invariant: angles are products of F32 frequencies and positions, as the reference computes them.
 
 use crate::formats::{RopeConfig, RopeScaling};
+use mainstem_kernels::RopeStretch;
 use std::f64::consts::TAU;
 
-/// Frequencies of the rotated pairs, in radians per position: `dims / 2` of them.
-pub fn frequencies(config: &RopeConfig, dims: usize) -> Vec<f32> {
+/// Frequencies of the rotated pairs, in radians per position: `dims / 2` of them, for sequences of `reserved` tokens as
+/// far as their length decides.
+pub fn frequencies(config: &RopeConfig, dims: usize, reserved: usize) -> Vec<f32> {
+    let scale = scale(config, dims, reserved);
     (0..dims / 2)
         .map(|pair| {
             let frequency = 1.0 / config.theta.powf(2.0 * pair as f64 / dims as f64);
-            scaled(&config.scaling, frequency) as f32
+            (frequency * scale(pair, frequency)) as f32
         })
         .collect()
 }
 
+/// What a sequence's length decides: bounds of reserved lengths, ascending, each the last that its table is for. The last
+/// table is for all beyond.
+pub fn bounds(config: &RopeConfig) -> Vec<usize> {
+    match &config.scaling {
+        RopeScaling::LongRope { original_context, .. } => vec![*original_context, usize::MAX],
+        _ => vec![usize::MAX],
+    }
+}
+
+/// Sequences beyond some length have a base of their own.
+pub fn stretch(config: &RopeConfig) -> Option<RopeStretch> {
+    match config.scaling {
+        RopeScaling::Dynamic { factor, context } => {
+            Some(RopeStretch { theta: config.theta, factor, context })
+        }
+        _ => None,
+    }
+}
+
 /// Cosine and sine for each position and pair: F32, `(positions, dims / 2, 2)`, little-endian.
-pub fn table(config: &RopeConfig, dims: usize, positions: usize) -> Vec<u8> {
-    let frequencies = frequencies(config, dims);
+pub fn table(config: &RopeConfig, dims: usize, positions: usize, reserved: usize) -> Vec<u8> {
+    let frequencies = frequencies(config, dims, reserved);
+    let factor = match config.scaling {
+        RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
+            attention_factor
+        }
+        _ => 1.0,
+    };
     let mut bytes = Vec::with_capacity(table_bytes(dims, positions));
     for position in 0..positions {
         for frequency in &frequencies {
             let angle = f64::from(position as f32 * frequency);
-            bytes.extend_from_slice(&(angle.cos() as f32).to_le_bytes());
-            bytes.extend_from_slice(&(angle.sin() as f32).to_le_bytes());
+            bytes.extend_from_slice(&((angle.cos() * factor) as f32).to_le_bytes());
+            bytes.extend_from_slice(&((angle.sin() * factor) as f32).to_le_bytes());
         }
     }
     bytes
@@ -35,24 +64,48 @@ pub fn table_bytes(dims: usize, positions: usize) -> usize {
     positions * (dims / 2) * 2 * size_of::<f32>()
 }
 
-fn scaled(scaling: &RopeScaling, frequency: f64) -> f64 {
-    match *scaling {
-        RopeScaling::None => frequency,
-        RopeScaling::Linear { factor } => frequency / factor,
+/// What each pair's frequency is multiplied by, given its number and the frequency.
+fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize, f64) -> f64 + '_> {
+    match &config.scaling {
+        // A stretched base is no matter of a table.
+        RopeScaling::None | RopeScaling::Dynamic { .. } => Box::new(|_, _| 1.0),
+        RopeScaling::Factors(factors) => Box::new(|pair, _| 1.0 / factors[pair]),
+        RopeScaling::Linear { factor } => Box::new(move |_, _| 1.0 / factor),
+        RopeScaling::LongRope { short, long, original_context, .. } => {
+            let factors = if reserved > *original_context { long } else { short };
+            Box::new(|pair, _| 1.0 / factors[pair])
+        }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-            // Turns a pair makes within the original context: many keep their frequency, few are
-            // slowed by the factor, those between are blended.
-            let turns = original_context as f64 * frequency / TAU;
-            if turns > high_freq_factor {
-                frequency
-            } else if turns < low_freq_factor {
-                frequency / factor
-            } else {
+            Box::new(move |_, frequency| {
+                // Turns a pair makes within the original context: many keep their frequency, few are slowed by the
+                // factor, those between are blended.
+                let turns = *original_context as f64 * frequency / TAU;
                 let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                frequency * (kept + (1.0 - kept) / factor)
+                blend(kept, *factor)
+            })
+        }
+        RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
+            // The pair that turns so many times within the original context.
+            let pair_of = |turns: f64| {
+                dims as f64 * (*original_context as f64 / (turns * TAU)).ln() / (2.0 * config.theta.ln())
+            };
+            let (mut low, mut high) = (pair_of(*beta_fast), pair_of(*beta_slow));
+            if *truncate {
+                (low, high) = (low.floor(), high.ceil());
             }
+            (low, high) = (low.max(0.0), high.min(dims as f64 - 1.0));
+            if low == high {
+                high += 0.001;
+            }
+            Box::new(move |pair, _| blend(1.0 - (pair as f64 - low) / (high - low), *factor))
         }
     }
+}
+
+/// A share that is kept, cut to 0 and 1, and the rest divided by the factor.
+fn blend(kept: f64, factor: f64) -> f64 {
+    let kept = kept.clamp(0.0, 1.0);
+    kept + (1.0 - kept) / factor
 }
 
 #[cfg(test)]
@@ -65,10 +118,10 @@ mod tests {
 
     #[test]
     fn plain_frequencies_fall_geometrically_from_one() {
-        let plain = frequencies(&config(RopeScaling::None), 8);
+        let plain = frequencies(&config(RopeScaling::None), 8, 0);
         assert_eq!(plain[0], 1.0);
         assert!((plain[1] - 0.1).abs() < 1e-7 && (plain[3] - 0.001).abs() < 1e-9);
-        let slowed = frequencies(&config(RopeScaling::Linear { factor: 4.0 }), 8);
+        let slowed = frequencies(&config(RopeScaling::Linear { factor: 4.0 }), 8, 0);
         assert!((slowed[1] - 0.025).abs() < 1e-8);
     }
 
@@ -81,7 +134,7 @@ mod tests {
             original_context: 64,
         };
         let (plain, scaled) =
-            (frequencies(&config(RopeScaling::None), 16), frequencies(&config(scaling), 16));
+            (frequencies(&config(RopeScaling::None), 16, 0), frequencies(&config(scaling), 16, 0));
         assert_eq!(scaled[0], plain[0]); // 10 turns
         assert!((scaled[7] * 8.0 - plain[7]).abs() < 1e-9); // 0.003 turns
         assert!(scaled[1] < plain[1] && scaled[1] > plain[1] / 8.0); // 3.2 turns: between
@@ -89,7 +142,7 @@ mod tests {
 
     #[test]
     fn table_holds_the_unit_circle() {
-        let bytes = table(&config(RopeScaling::None), 4, 3);
+        let bytes = table(&config(RopeScaling::None), 4, 3, 0);
         let values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         assert_eq!(values.len(), 3 * 2 * 2);
         assert_eq!(&values[..4], [1.0, 0.0, 1.0, 0.0]);

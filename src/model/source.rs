@@ -1,19 +1,23 @@
-//! A model as the user names it: a hub's model folder, a llama2.c file, one that is part of the program, or
-//! one of random numbers.
+//! A model as the user names it: a hub's model folder, a GGUF or llama2.c file, one that is part of the program,
+//! or one of random numbers.
 //!
 //! Invariant: after `open` everything that was said about the model is read and consistent, tensors' names
-//! and shapes included; none of a file's numbers has been touched yet.
+//! and shapes included; none of its weights has been touched yet.
 
-use super::spec::{ModelSpec, SpecFile};
+use super::gguf::GgufTable;
+use super::spec::{Kind, ModelSpec, SpecFile};
 use super::synthetic::Shape;
 use super::tensors;
 use crate::demo;
 use crate::formats::{
-    ChatFiles, Checkpoint, Folder, GenerationConfig, HubConfig, Llama2cHeader, SamplingDefaults, is_pytorch,
+    ChatFiles, Checkpoint, DecoderOpening, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
+    SamplingDefaults, SentenceFiles, is_pytorch,
 };
+use crate::specs;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What the demo is called.
 const DEMO: &str = "demo";
@@ -60,6 +64,10 @@ pub struct ModelSource {
     /// What generation_config.json wants beside, and is not served.
     pub unserved: Map<String, Value>,
     pub chat: ChatFiles,
+    /// What a decoder behind an encoder begins with.
+    pub opening: DecoderOpening,
+    /// How a text becomes a vector; `None` where nothing says so, and for models with a decoder.
+    pub sentence: Option<SentenceFiles>,
 }
 
 /// How the model lies on disk, or in the program.
@@ -67,6 +75,8 @@ pub struct ModelSource {
 pub enum SourceKind {
     /// A folder with config.json, tokenizer.json and safetensors, or what PyTorch saved.
     HubFolder(Folder),
+    /// A GGUF file, or several, by what it says.
+    Gguf(Arc<Gguf>),
     /// A llama2.c checkpoint, its tokenizer beside it.
     Llama2c,
     /// Random weights, without a tokenizer.
@@ -101,12 +111,22 @@ impl ModelSource {
         Ok(source)
     }
 
+    /// The folder where its settings may lie beside its weights.
+    pub fn folder(&self) -> Option<Folder> {
+        match &self.kind {
+            SourceKind::HubFolder(folder) => Some(folder.clone()),
+            SourceKind::Gguf(gguf) => Some(gguf.folder()),
+            SourceKind::Llama2c | SourceKind::Synthetic => None,
+        }
+    }
+
     /// What the model is called unless the user says: the last part of the path, without a file's extension.
     pub fn name(&self) -> String {
         let part = match &self.kind {
             SourceKind::HubFolder(Folder::Embedded(folder)) => return folder.name.to_owned(),
             SourceKind::Synthetic => return self.path.display().to_string(),
             SourceKind::HubFolder(Folder::Disk(path)) => whole(path).file_name().map(ToOwned::to_owned),
+            SourceKind::Gguf(gguf) => return gguf.stem().unwrap_or_else(|| "model".to_owned()),
             SourceKind::Llama2c => whole(&self.path).file_stem().map(ToOwned::to_owned),
         };
         part.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
@@ -120,31 +140,64 @@ fn whole(path: &Path) -> PathBuf {
 
 fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let found = path.metadata().with_context(|| format!("cannot open the model {}", path.display()))?;
-    match found.is_dir() {
-        true => open_folder(Folder::disk(path), spec_file),
-        false if is_pytorch(path)? => bail!(
+    if found.is_dir() {
+        return open_any_folder(path, spec_file);
+    }
+    if is_pytorch(path)? {
+        bail!(
             "{}: PyTorch's weights are opened by their folder: name the one that has them as pytorch_model.bin, \
              with config.json and tokenizer.json beside them",
             path.display()
-        ),
+        );
+    }
+    match Gguf::is_meant(path)? {
+        true => open_gguf(path, spec_file),
         false => open_llama2c(path, spec_file),
+    }
+}
+
+/// A folder with a GGUF file is that file's model, unless it has what a hub's model is made of.
+fn open_any_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
+    let folder = Folder::disk(path);
+    let gguf = if Checkpoint::is_in_folder(&folder) { None } else { Gguf::in_folder(path)? };
+    match gguf {
+        Some(file) => open_gguf(&file, spec_file),
+        None => open_folder(folder, spec_file),
     }
 }
 
 fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> {
     let config = HubConfig::from_folder(&folder)?;
     let spec = folder_spec(&folder, &config, spec_file)?;
+    let checkpoint = Checkpoint::open_folder(&folder)?;
+    let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
     let generation = GenerationConfig::from_folder(&folder, &config)?;
+    let (generation, sentence) = match spec.kind {
+        Kind::Decoder => (generation, None),
+        Kind::EncoderDecoder => (generation.behind_an_encoder(), None),
+        Kind::Encoder => (generation, SentenceFiles::from_folder(&folder)?),
+    };
+    let opening = opening(spec.kind, &folder, &config)?;
     Ok(ModelSource {
         path: folder.path(),
-        spec: spec.resolve(&config)?,
-        checkpoint: Checkpoint::open_folder(&folder)?,
+        spec,
+        checkpoint,
         eos: generation.eos,
         defaults: generation.sampling,
         unserved: generation.unserved,
         chat: ChatFiles::from_folder(&folder)?,
+        opening,
+        sentence,
         kind: SourceKind::HubFolder(folder),
     })
+}
+
+/// What a decoder begins with, where that is not the prompt.
+fn opening(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
+    match kind {
+        Kind::EncoderDecoder => DecoderOpening::from_folder(folder, config),
+        Kind::Decoder | Kind::Encoder => Ok(DecoderOpening::default()),
+    }
 }
 
 /// The specification that is given, else the folder's own, else the shipped one for its type.
@@ -162,23 +215,51 @@ fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) ->
     SpecFile::for_model_type(model_type).with_context(file)
 }
 
+/// A specification that is given describes the file as it is: its tensors have the names they have there.
+fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
+    let (mut checkpoint, gguf) = Checkpoint::open_gguf(path)?;
+    let table = GgufTable::shipped();
+    let config = table.config(&gguf, &mut checkpoint)?;
+    let spec = match spec_file {
+        Some(file) => read_spec(file)?,
+        None => table.specification(&gguf)?,
+    };
+    let generation = GenerationConfig::from_folder(&gguf.folder(), &config)?;
+    let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
+    Ok(ModelSource {
+        path: gguf.path().to_owned(),
+        opening: opening(spec.kind, &gguf.folder(), &config)?,
+        spec,
+        checkpoint,
+        eos: generation.eos,
+        defaults: generation.sampling,
+        unserved: generation.unserved,
+        chat: ChatFiles::from_gguf(&gguf)?,
+        sentence: None,
+        kind: SourceKind::Gguf(Arc::new(gguf)),
+    })
+}
+
 fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let (checkpoint, header) = Checkpoint::open_llama2c(path)?;
+    let spec = given_or_shipped(spec_file, specs::LLAMA2C)?;
     Ok(ModelSource {
         path: path.to_owned(),
         kind: SourceKind::Llama2c,
-        spec: given_or_shipped(spec_file, "llama2c")?.resolve(&as_config(path, &header))?,
+        spec: spec.resolve(&as_config(path, &header), &|name| checkpoint.tensor(name).is_some())?,
         checkpoint,
         eos: LLAMA2C_EOS.into_iter().filter(|id| (*id as usize) < header.vocab).collect(),
         defaults: SamplingDefaults::default(),
         unserved: Map::new(),
         chat: ChatFiles::default(),
+        opening: DecoderOpening::default(),
+        sentence: None,
     })
 }
 
 /// Random numbers end no text: no token is one that ends it.
 fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource> {
-    let spec = shape.resolve(given_or_shipped(spec_file, "llama")?)?;
+    let spec = shape.resolve(given_or_shipped(spec_file, specs::SYNTHETIC)?)?;
     Ok(ModelSource {
         path: shape.path(),
         kind: SourceKind::Synthetic,
@@ -188,6 +269,8 @@ fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource
         defaults: SamplingDefaults::default(),
         unserved: Map::new(),
         chat: ChatFiles::default(),
+        opening: DecoderOpening::default(),
+        sentence: None,
     })
 }
 
@@ -322,15 +405,21 @@ mod tests {
         let (_folder, source) = with_file("pytorch_model.bin", b"not looked at");
         assert!(source.is_ok());
 
+        let (_folder, source) = with_file("model.gguf", b"not looked at");
+        assert!(source.is_ok());
+
         let (folder, _) = with_file("pytorch_model.bin", b"looked at");
+        folder.write("model.gguf", b"looked at only when that is gone");
         std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
         let refused = || {
             let source = ModelSource::open(&ModelRef::Path(folder.path().to_owned()), None);
             format!("{:#}", source.err().unwrap())
         };
-        let file = folder.path().join("pytorch_model.bin");
-        assert!(refused().starts_with(file.to_str().unwrap()), "{}", refused());
-        std::fs::remove_file(file).unwrap();
+        for name in ["pytorch_model.bin", "model.gguf"] {
+            let file = folder.path().join(name);
+            assert!(refused().starts_with(file.to_str().unwrap()), "{}", refused());
+            std::fs::remove_file(file).unwrap();
+        }
         let names = ["model.safetensors", "pytorch_model.bin"];
         let error = refused();
         for name in names {

@@ -3,114 +3,139 @@
 //! Invariant: after [`check`] every needed tensor is there with its shape, every other one is listed as ignored,
 //! and so every size of the specification is bounded by the files.
 
-use super::spec::{ModelSpec, TensorNames};
+use super::spec::{
+    AddedSpec, AttentionSpec, DenseSpec, DistanceSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec,
+    NormSpec, Norms, Piece, StackSpec,
+};
 use crate::formats::Checkpoint;
 use anyhow::{Result, bail, ensure};
-use std::collections::BTreeSet;
+use std::collections::HashSet;
 use std::path::Path;
 
 /// Checks both ways, and that what is needed is in a number format that can be computed with. Errors name
 /// `path` and the tensors.
 pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<()> {
     let path = path.display();
-    let stored = checkpoint.names().count();
-    // Before a name is made for each: a file has at least one tensor for each of its layers.
-    ensure!(
-        spec.layers <= stored,
-        "{path}: the configuration has {} layers, but there are only {stored} tensors (no '{}')",
-        spec.layers,
-        TensorNames::in_layer(&spec.tensors.q, spec.layers - 1)
-    );
     let mut missing = Vec::new();
-    let mut used = BTreeSet::new();
-    for tensor in needed(spec) {
-        let (name, shape) = (tensor.name(), tensor.shape);
-        match checkpoint.tensor(&name) {
-            None => missing.push(name),
-            Some(tensor) if tensor.shape != shape => bail!(
-                "{}: tensor '{name}' has shape {:?}, but configuration and specification make it {shape:?}",
+    let mut used = HashSet::new();
+    // Parts of one tensor each say what shape they take it to have.
+    for piece in pieces(spec) {
+        match checkpoint.tensor(&piece.name) {
+            None if missing.contains(&piece.name) => {}
+            None => missing.push(piece.name.clone()),
+            Some(tensor) if !fits(tensor.shape, &piece.shape) => bail!(
+                "{}: tensor '{}' has shape {:?}, but configuration and specification make it {:?}",
                 tensor.file.display(),
-                tensor.shape
+                piece.name,
+                tensor.shape,
+                piece.shape
             ),
             Some(tensor) => {
                 tensor.quant_type()?;
-                used.insert(name);
+                used.insert(piece.name.as_str());
             }
         }
     }
     ensure!(missing.is_empty(), "{path}: missing {}", some_of(&missing));
-    let is_known =
-        |name: &str| used.contains(name) || spec.tensors.is_ignored(name) || is_tied_head(spec, name);
+    let is_known = |name: &str| used.contains(name) || spec.ignored.covers(name) || is_tied_head(spec, name);
     let unknown: Vec<String> = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
     ensure!(unknown.is_empty(), "{path}: the specification has no use for {}", some_of(&unknown));
     Ok(())
 }
 
-/// The name of the bias that belongs to a weight.
-pub fn bias_name(weight: &str) -> String {
-    format!("{}.bias", weight.strip_suffix(".weight").unwrap_or(weight))
+/// Whether a stored shape is the one that is needed. A vector may be stored as a matrix of one row, and that as a
+/// vector.
+fn fits(stored: &[usize], needed: &[usize]) -> bool {
+    let row = |matrix: &[usize], vector: &[usize]| matches!((matrix, vector), ([1, a], [b]) if a == b);
+    stored == needed || row(stored, needed) || row(needed, stored)
 }
 
-/// A tensor that a model is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Needed {
-    /// What it is, in the words of the specification's table of names.
-    pub role: &'static str,
-    /// Its name, with `{i}` for the layer.
-    pub pattern: String,
-    /// The layer it belongs to, if it belongs to one.
-    pub layer: Option<usize>,
-    /// (out, in), or the length of a vector.
-    pub shape: Vec<usize>,
+/// Every needed tensor once, as the first part that is needed of it says.
+pub fn needed(spec: &ModelSpec) -> Vec<&Piece> {
+    let mut seen = HashSet::new();
+    let mut all = pieces(spec);
+    all.retain(|piece| seen.insert(piece.name.as_str()));
+    all
 }
 
-impl Needed {
-    /// Its name in the checkpoint.
-    pub fn name(&self) -> String {
-        match self.layer {
-            Some(layer) => TensorNames::in_layer(&self.pattern, layer),
-            None => self.pattern.clone(),
+/// Everything that is needed, in the order of loading.
+pub fn pieces(spec: &ModelSpec) -> Vec<&Piece> {
+    let mut all = Vec::new();
+    spec.stacks().for_each(|stack| of_stack(stack, &mut all));
+    all
+}
+
+fn of_stack<'a>(stack: &'a StackSpec, all: &mut Vec<&'a Piece>) {
+    let embedding = &stack.embedding;
+    all.push(&embedding.table);
+    of_linears(&embedding.project_in, all);
+    if let Some(AddedSpec::Learned { table, .. }) = &stack.added {
+        all.push(table);
+    }
+    all.extend(&embedding.token_types);
+    of_norms(&embedding.norm, all);
+    if let Some(DistanceSpec::Relative { table, .. }) = &stack.distance {
+        all.push(table);
+    }
+    stack.layers.iter().for_each(|layer| of_layer(layer, all));
+    of_norms(&stack.norm, all);
+    if let Some(head) = &stack.head {
+        of_head(head, all);
+    }
+}
+
+fn of_layer<'a>(layer: &'a LayerSpec, all: &mut Vec<&'a Piece>) {
+    of_sublayer(&layer.attention_norms, all);
+    of_attention(&layer.attention, all);
+    if let Some((norms, attention)) = &layer.cross {
+        of_sublayer(norms, all);
+        of_attention(attention, all);
+    }
+    of_sublayer(&layer.mlp_norms, all);
+    match &layer.mlp {
+        MlpSpec::Dense(dense) => of_dense(dense, all),
+        MlpSpec::Experts(moe) => {
+            of_linears([&moe.router], all);
+            moe.experts.iter().chain(&moe.shared).for_each(|expert| of_dense(expert, all));
+            of_linears(&moe.shared_router, all);
         }
     }
 }
 
-/// Every needed tensor.
-pub fn needed(spec: &ModelSpec) -> impl Iterator<Item = Needed> + '_ {
-    let names = &spec.tensors;
-    let whole = |role, name: &String, shape| Needed { role, pattern: name.clone(), layer: None, shape };
-    let matrix = vec![spec.vocab, spec.hidden];
-    let head = (!spec.tied_head).then(|| whole("head", &names.head, matrix.clone()));
-    let around =
-        [whole("embedding", &names.embedding, matrix), whole("norm", &names.norm, vec![spec.hidden])];
-    around.into_iter().chain(head).chain((0..spec.layers).flat_map(|layer| in_layer(spec, layer)))
+fn of_sublayer<'a>(norms: &'a Norms, all: &mut Vec<&'a Piece>) {
+    of_norms(norms.pre.iter().chain(&norms.out).chain(&norms.post), all);
 }
 
-fn in_layer(spec: &ModelSpec, layer: usize) -> impl Iterator<Item = Needed> + '_ {
-    let names = &spec.tensors;
-    let (hidden, q, kv, mlp) = (spec.hidden, spec.q_width(), spec.kv_width(), spec.mlp.width);
-    let tensor = move |role, pattern, shape| Needed { role, pattern, layer: Some(layer), shape };
-    let norms = [("attention_norm", &names.attention_norm), ("mlp_norm", &names.mlp_norm)];
-    let norms = norms.map(|(role, pattern)| tensor(role, pattern.clone(), vec![hidden]));
-    let (attention, mlp_bias) = (spec.attention.bias, spec.mlp.bias);
-    let linears = [
-        (["q", "q bias"], &names.q, q, hidden, attention),
-        (["k", "k bias"], &names.k, kv, hidden, attention),
-        (["v", "v bias"], &names.v, kv, hidden, attention),
-        (["o", "o bias"], &names.o, hidden, q, attention),
-        (["gate", "gate bias"], &names.gate, mlp, hidden, mlp_bias),
-        (["up", "up bias"], &names.up, mlp, hidden, mlp_bias),
-        (["down", "down bias"], &names.down, hidden, mlp, mlp_bias),
-    ];
-    let linears = linears.into_iter().flat_map(move |([role, bias_role], pattern, out, inp, biased)| {
-        let bias = biased.then(|| tensor(bias_role, bias_name(pattern), vec![out]));
-        std::iter::once(tensor(role, pattern.clone(), vec![out, inp])).chain(bias)
-    });
-    norms.into_iter().chain(linears)
+fn of_attention<'a>(attention: &'a AttentionSpec, all: &mut Vec<&'a Piece>) {
+    of_linears([&attention.q, &attention.k, &attention.v, &attention.o], all);
+    of_norms(attention.qk_norms.iter().flat_map(|(q, k)| [q, k]), all);
+}
+
+fn of_dense<'a>(dense: &'a DenseSpec, all: &mut Vec<&'a Piece>) {
+    of_linears([&dense.gate].into_iter().chain(&dense.up).chain([&dense.down]), all);
+}
+
+fn of_head<'a>(head: &'a HeadSpec, all: &mut Vec<&'a Piece>) {
+    if let Some((linear, _, norm)) = &head.transform {
+        of_linears([linear], all);
+        of_norms([norm], all);
+    }
+    of_linears(&head.project_out, all);
+    all.push(&head.table);
+    all.extend(&head.bias);
+}
+
+fn of_norms<'a>(norms: impl IntoIterator<Item = &'a NormSpec>, all: &mut Vec<&'a Piece>) {
+    all.extend(norms.into_iter().flat_map(|norm| [&norm.weight].into_iter().chain(&norm.bias)));
+}
+
+fn of_linears<'a>(linears: impl IntoIterator<Item = &'a LinearSpec>, all: &mut Vec<&'a Piece>) {
+    all.extend(linears.into_iter().flat_map(|linear| [&linear.weight].into_iter().chain(&linear.bias)));
 }
 
 /// A tied head is often stored all the same; the embedding is what counts.
 pub fn is_tied_head(spec: &ModelSpec, name: &str) -> bool {
-    spec.tied_head && name == spec.tensors.head
+    spec.last_stack().head.as_ref().is_some_and(|head| head.unused_names.iter().any(|unused| unused == name))
 }
 
 fn some_of(names: &[String]) -> String {

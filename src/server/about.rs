@@ -5,7 +5,7 @@
 use super::error::ApiError;
 use super::respond::check_model;
 use super::{App, wire};
-use crate::actors::ModelInfo;
+use crate::actors::{Conventions, ModelInfo};
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 
@@ -22,12 +22,21 @@ pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpRes
 }
 
 fn card(model: &ModelInfo) -> wire::Model<'_> {
+    let dimensions = match &model.conventions {
+        Conventions::Encoder(encoder) => Some(encoder.dimensions),
+        Conventions::Decoder | Conventions::EncoderDecoder(_) => None,
+    };
     wire::Model {
         id: &model.name,
         object: "model",
         created: model.created,
         owned_by: "mainstem",
         max_model_len: model.longest,
+        kind: model.kind,
+        endpoints: &model.endpoints,
+        context: model.context,
+        source_context: (model.source_context > 0).then_some(model.source_context),
+        dimensions,
     }
 }
 

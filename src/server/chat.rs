@@ -6,7 +6,7 @@ use super::ServeParts;
 use super::completions::Ids;
 use super::error::ApiError;
 use super::params::{ChatParams, Conversation};
-use super::respond::{Api, Job, Wording, check_choices, encode};
+use super::respond::{Api, Asked, Job, Wording, check_choices, encode};
 use super::wire::chat::{Choice, ChunkChoice, Delta, Logprobs, Message};
 use super::wire::{Finish, Part};
 use crate::text::chat_template::{Chat, TemplateError};
@@ -23,6 +23,7 @@ pub struct ChatWording {
 
 impl Api for Chats {
     type Wording = ChatWording;
+    const PATH: &'static str = "/v1/chat/completions";
     const PROMPT: &'static str = "messages";
 
     fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<ChatWording>, ApiError> {
@@ -34,7 +35,7 @@ impl Api for Chats {
         if prompt.is_empty() {
             return Err(ApiError::invalid("messages", "the chat template makes nothing of these messages"));
         }
-        let prompts = vec![prompt];
+        let prompts = vec![Asked::plainly(prompt)];
         let ids =
             Ids { wanted: generation.return_token_ids, prompts: prompts.clone(), n: generation.n as usize };
         let wording = ChatWording { logprobs: logprobs.is_some(), ids };

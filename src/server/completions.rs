@@ -4,10 +4,12 @@
 
 use super::ServeParts;
 use super::error::ApiError;
-use super::params::{CompletionParams, Prompt};
-use super::respond::{Api, Job, Wording, check_choices, encode};
+use super::inputs::Prompt;
+use super::params::CompletionParams;
+use super::respond::{Api, Asked, Job, Wording, check_choices, encode};
 use super::wire::completion::{Choice, Logprobs};
 use super::wire::{Part, TokenIds};
+use crate::actors::Conventions;
 use std::sync::Arc;
 
 /// The API.
@@ -22,23 +24,30 @@ pub struct CompletionWording {
 /// Whether ids are wanted, and those of the prompts.
 pub struct Ids {
     pub wanted: bool,
-    pub prompts: Vec<Arc<[u32]>>,
+    pub prompts: Vec<Asked>,
     /// Choices of each prompt.
     pub n: usize,
 }
 
 impl Api for Completions {
     type Wording = CompletionWording;
+    const PATH: &'static str = "/v1/completions";
     const PROMPT: &'static str = "prompt";
 
     fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<CompletionWording>, ApiError> {
         let params = CompletionParams::parse(body, parts.model.vocab, &parts.model.defaults)?;
         check_choices(parts, params.prompts.len(), params.generation.n)?;
-        let add_special = params.add_special_tokens;
-        let prompts = params.prompts.into_iter().map(|prompt| tokens(parts, prompt, add_special));
-        let prompts: Vec<Arc<[u32]>> = prompts.collect::<Result<_, _>>()?;
-        let CompletionParams { generation, logprobs, echo, .. } =
-            CompletionParams { prompts: vec![], ..params };
+        let CompletionParams { generation, prompts, opening, logprobs, echo, add_special_tokens } = params;
+        let prompts = match &parts.model.conventions {
+            Conventions::EncoderDecoder(conventions) => {
+                opening.asked(parts, conventions, prompts, add_special_tokens)?
+            }
+            Conventions::Decoder | Conventions::Encoder(_) => {
+                opening.refuse()?;
+                let tokens = prompts.into_iter().map(|prompt| tokens(parts, prompt, add_special_tokens));
+                tokens.map(|ids| ids.map(Asked::plainly)).collect::<Result<_, _>>()?
+            }
+        };
         let ids =
             Ids { wanted: generation.return_token_ids, prompts: prompts.clone(), n: generation.n as usize };
         let wording = CompletionWording { logprobs: logprobs.is_some(), ids };
@@ -66,9 +75,12 @@ impl Ids {
         if !self.wanted {
             return TokenIds::default();
         }
+        let asked = opens.then(|| &self.prompts[index / self.n]);
+        let behind = asked.filter(|asked| !asked.source.is_empty());
         TokenIds {
             token_ids: Some(part.token_ids()),
-            prompt_token_ids: opens.then(|| self.prompts[index / self.n].to_vec()),
+            prompt_token_ids: asked.map(|asked| behind.map_or(&asked.prompt, |it| &it.source).to_vec()),
+            decoder_prompt_token_ids: behind.map(|asked| asked.prompt.to_vec()),
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Invariant: the one place where a [`RequestError`] becomes a status, and the one where refusals are counted:
 //! each once, when it becomes a response.
 
+use crate::actors::ModelInfo;
 use crate::request::RequestError;
 use crate::telemetry;
 use actix_web::http::StatusCode;
@@ -74,6 +75,19 @@ impl ApiError {
     /// 400: `param` is of the API but not of this server, or of neither.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).about(param)
+    }
+
+    /// 400: what is asked for at `path` is not what the model does.
+    pub fn wrong_endpoint(path: &str, model: &ModelInfo) -> ApiError {
+        let (kind, endpoints) = (model.conventions.name(), model.endpoints.join(" and "));
+        let message =
+            format!("{path} is not for the model '{}', which is {kind}: ask {endpoints}", model.name);
+        ApiError::new(StatusCode::BAD_REQUEST, "wrong_endpoint", message).about("model")
+    }
+
+    /// 400: `param` is more than the model reads.
+    pub fn too_long(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
     }
 
     /// 400: the body is no JSON object.
@@ -153,8 +167,8 @@ impl From<RequestError> for ApiError {
             RequestError::TooLong { .. } => {
                 ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about("max_tokens")
             }
-            RequestError::PromptTooLong { .. } => {
-                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about("prompt")
+            RequestError::PromptTooLong { prompt, .. } => {
+                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(prompt)
             }
             RequestError::TooLarge { .. } => {
                 ApiError::new(StatusCode::BAD_REQUEST, "kv_cache_exceeded", message).about("max_tokens")
@@ -207,10 +221,11 @@ mod tests {
     #[actix_web::test]
     async fn a_refusal_is_counted_once_by_its_reason_and_a_failure_not_at_all() {
         let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
-        let too_long = RequestError::TooLong { prompt_tokens: 60, max_tokens: 10, context: 64 };
+        let too_long =
+            RequestError::TooLong { prompt: "prompt", prompt_tokens: 60, max_tokens: 10, context: 64 };
         let unknown = RequestError::UnknownModel { model: "big".into(), served: "tiny".into() };
         let wrong = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
-        let cases: [(ApiError, Option<&str>); 17] = [
+        let cases: [(ApiError, Option<&str>); 18] = [
             (ApiError::invalid("n", "no"), Some("invalid")),
             (ApiError::no_chat_template("no"), Some("invalid")),
             (ApiError::unsupported("n", "no"), Some("invalid")),
@@ -219,7 +234,11 @@ mod tests {
             (ApiError::body_too_slow(Duration::ZERO), Some("invalid")),
             (wrong.into(), Some("invalid")),
             (too_long.into(), Some("too_long")),
-            (RequestError::TooLarge { needed: 9, pages: 8 }.into(), Some("too_large")),
+            (ApiError::too_long("input", "no"), Some("too_long")),
+            (
+                RequestError::TooLarge { what: "prompt and max_tokens", needed: 9, pages: 8 }.into(),
+                Some("too_large"),
+            ),
             (unknown.into(), Some("unknown_model")),
             (busy.into(), Some("busy")),
             (RequestError::Draining.into(), Some("draining")),

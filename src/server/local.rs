@@ -4,8 +4,11 @@
 
 use super::chat::Chats;
 use super::completions::Completions;
+use super::embeddings::Wish;
+use super::encoders::{Question, ask};
 use super::error::ApiError;
-use super::respond::{Answer, respond};
+use super::fill_mask::Masks;
+use super::respond::{Answer, Api, respond};
 use super::{App, RequestId, ServeParts};
 use crate::config::ServerConfig;
 use serde_json::Value;
@@ -22,13 +25,15 @@ impl Local {
         Local(Arc::new(App::new(parts, config)))
     }
 
-    /// Answers a body posted to `path`: `/v1/completions` or `/v1/chat/completions`.
+    /// Answers a body posted to `path`, which is one of the model's endpoints.
     pub async fn post(&self, path: &str, body: &Value) -> Result<Answer, ApiError> {
         let (app, id) = (&self.0, RequestId::fresh().0);
         let body = body.to_string().into();
         match path {
-            "/v1/completions" => respond::<Completions>(app, id, body).await,
-            "/v1/chat/completions" => respond::<Chats>(app, id, body).await,
+            Completions::PATH => respond::<Completions>(app, id, body).await,
+            Chats::PATH => respond::<Chats>(app, id, body).await,
+            Wish::PATH => ask::<Wish>(app, id, body).await.map(Answer::Whole),
+            Masks::PATH => ask::<Masks>(app, id, body).await.map(Answer::Whole),
             _ => Err(ApiError::not_found()),
         }
     }

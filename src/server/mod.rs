@@ -1,4 +1,4 @@
-//! HTTP: the OpenAI completions and chat APIs, what the server says about itself, and how it comes and goes.
+//! HTTP: the OpenAI APIs of completions, chats and embeddings, masks to fill, what the server says about itself, and how it comes and goes.
 //!
 //! A request's future and its response's body hold the reply stream, so a client that hangs up drops it and
 //! nothing else has to be told.
@@ -23,9 +23,21 @@ pub mod completions;
 
 pub mod chat;
 
+pub mod embeddings;
+
+pub mod fill_mask;
+
 pub mod tokenize;
 
+mod encoders;
+
 mod params;
+
+mod opening;
+
+mod inputs;
+
+mod tokens;
 
 mod fields;
 
@@ -49,6 +61,7 @@ use crate::text::Tokenizer;
 use access::RequestId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tokens::Tokens;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// What the server needs of the engine.
@@ -58,16 +71,25 @@ pub struct ServeParts {
     pub status: Arc<Status>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
+    tokens: Tokens,
+}
+
+impl ServeParts {
+    pub fn new(
+        intake: IntakeHandle,
+        status: Arc<Status>,
+        tokenizer: Arc<Tokenizer>,
+        model: ModelInfo,
+    ) -> ServeParts {
+        let tokens = Tokens::of(&tokenizer, &model.conventions);
+        ServeParts { intake, status, tokenizer, model, tokens }
+    }
 }
 
 impl From<&Engine> for ServeParts {
     fn from(engine: &Engine) -> ServeParts {
-        ServeParts {
-            intake: engine.intake.clone(),
-            status: engine.status.clone(),
-            tokenizer: engine.tokenizer.clone(),
-            model: engine.model.clone(),
-        }
+        let Engine { intake, status, tokenizer, model, .. } = engine;
+        ServeParts::new(intake.clone(), status.clone(), tokenizer.clone(), model.clone())
     }
 }
 

@@ -5,6 +5,8 @@
 use super::access::random;
 use super::error::ApiError;
 use super::fields::{Fields, Neutral, Unserved, brief, nearest};
+use super::inputs::{Prompt, prompts, token_id};
+use super::opening::OpeningParams;
 use crate::actors::SamplingDefaults;
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::request::Sampling;
@@ -66,6 +68,7 @@ pub struct CompletionParams {
     pub generation: Generation,
     /// At least one.
     pub prompts: Vec<Prompt>,
+    pub opening: OpeningParams,
     pub logprobs: Option<u8>,
     pub echo: bool,
     /// Texts get the tokens that the model expects around them.
@@ -88,14 +91,6 @@ pub struct Conversation {
     pub add_generation_prompt: bool,
     pub continue_final_message: bool,
     pub template_kwargs: Map<String, Value>,
-}
-
-/// A prompt as given.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Prompt {
-    Text(String),
-    /// Each below the vocabulary's size.
-    Ids(Vec<u32>),
 }
 
 /// How the answer comes.
@@ -176,7 +171,8 @@ impl CompletionParams {
         generation.max_tokens.get_or_insert(MAX_TOKENS);
         let params = CompletionParams {
             generation,
-            prompts: prompts(fields.take("prompt").unwrap_or(Value::Null), vocab)?,
+            prompts: prompts("prompt", fields.take("prompt"), vocab)?,
+            opening: OpeningParams::parse(&mut fields, vocab)?,
             logprobs: fields.integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
             echo: fields.flag("echo", false)?,
             add_special_tokens: fields.flag("add_special_tokens", true)?,
@@ -422,55 +418,4 @@ fn text_part(path: &str, value: Value) -> Result<String, ApiError> {
     let path = fields.path("text");
     fields.refuse_others(&[])?;
     text.ok_or_else(|| ApiError::invalid(path.clone(), format!("'{path}' is missing")))
-}
-
-/// A text, a list of texts, a list of ids, or a list of such lists.
-fn prompts(value: Value, vocab: usize) -> Result<Vec<Prompt>, ApiError> {
-    let ids = |list: &[Value]| {
-        let ids: Result<_, String> = list.iter().map(|value| token_id(value, vocab)).collect();
-        ids.map(Prompt::Ids).map_err(bad_prompt)
-    };
-    match value {
-        Value::Null => Err(bad_prompt("'prompt' is missing")),
-        Value::String(text) => Ok(vec![Prompt::Text(text)]),
-        Value::Array(list) => match list.first() {
-            None => Ok(vec![Prompt::Ids(Vec::new())]),
-            Some(Value::String(_)) => list.into_iter().map(text_prompt).collect(),
-            Some(Value::Array(_)) => list
-                .iter()
-                .map(|entry| match entry {
-                    Value::Array(inner) => ids(inner),
-                    other => Err(mixed(other)),
-                })
-                .collect(),
-            Some(_) => Ok(vec![ids(&list)?]),
-        },
-        other => {
-            Err(bad_prompt(format!("'prompt' must be a text or a list of token ids, not {}", brief(&other))))
-        }
-    }
-}
-
-fn text_prompt(value: Value) -> Result<Prompt, ApiError> {
-    match value {
-        Value::String(text) => Ok(Prompt::Text(text)),
-        other => Err(mixed(&other)),
-    }
-}
-
-fn mixed(value: &Value) -> ApiError {
-    bad_prompt(format!("'prompt' has {} beside prompts of another kind", brief(value)))
-}
-
-/// A token id below `vocab`.
-pub fn token_id(value: &Value, vocab: usize) -> Result<u32, String> {
-    match value.as_u64() {
-        Some(id) if id < vocab as u64 => Ok(id as u32),
-        Some(id) => Err(format!("token id {id} is not in the vocabulary of {vocab}")),
-        None => Err(format!("{} stands where a token id should be", brief(value))),
-    }
-}
-
-fn bad_prompt(message: impl Into<String>) -> ApiError {
-    ApiError::invalid("prompt", message)
 }

@@ -49,17 +49,41 @@ pub enum Answer {
 /// A request, read and tokenised.
 pub struct Job<W> {
     pub generation: Generation,
-    /// Token ids; at least one prompt, and none is empty.
-    pub prompts: Vec<Arc<[u32]>>,
+    /// At least one.
+    pub prompts: Vec<Asked>,
     /// The prompt opens the answer.
     pub echo: bool,
     pub logprobs: Option<u8>,
     pub wording: W,
 }
 
+/// What a prompt comes to, in token ids.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// What an encoder reads; empty for models without one.
+    pub source: Arc<[u32]>,
+    /// What is continued; never empty.
+    pub prompt: Arc<[u32]>,
+}
+
+impl Asked {
+    /// A prompt that is continued as it stands.
+    pub fn plainly(prompt: Arc<[u32]>) -> Asked {
+        Asked { source: Arc::default(), prompt }
+    }
+
+    /// Tokens of both.
+    fn tokens(&self) -> usize {
+        self.source.len() + self.prompt.len()
+    }
+}
+
 /// An API: how its bodies are read.
 pub trait Api {
     type Wording: Wording + Send + 'static;
+
+    /// Where it is asked.
+    const PATH: &'static str;
 
     /// Reads a body; the parameters' names in errors are the API's own.
     fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<Self::Wording>, ApiError>;
@@ -94,11 +118,7 @@ pub async fn respond<A: Api + 'static>(
     body: Bytes,
 ) -> Result<Answer, ApiError> {
     let arrived = Instant::now();
-    // From here on shutdown waits for the answer.
-    let open = app.open_response();
-    if app.parts.status.is_draining() {
-        return Err(RequestError::Draining.into());
-    }
+    let open = enter(app, A::PATH)?;
     let job = prepare::<A>(app, body).await?;
     let names = [("prompt", A::PROMPT), ("max_tokens", job.generation.limit_name)];
     let own_names = |error: ApiError| names.iter().fold(error, |error, (from, to)| error.renamed(from, to));
@@ -114,6 +134,19 @@ pub async fn respond<A: Api + 'static>(
         Delivery::Whole => Answer::Whole(talk.whole(replies).await?),
         Delivery::Stream { usage } => Answer::Events(Box::pin(talk.events(replies, usage, open))),
     })
+}
+
+/// Lets a request in that the model is for. From here on shutdown waits for the answer.
+pub fn enter(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
+    let open = app.open_response();
+    if app.parts.status.is_draining() {
+        return Err(RequestError::Draining.into());
+    }
+    let model = &app.parts.model;
+    match model.endpoints.contains(&path) {
+        true => Ok(open),
+        false => Err(ApiError::wrong_endpoint(path, model)),
+    }
 }
 
 /// Reads and tokenises a body. Long ones take turns: reading one takes many times its memory.
@@ -172,6 +205,16 @@ pub fn check_choices(parts: &ServeParts, prompts: usize, n: u32) -> Result<(), A
     Err(ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message))
 }
 
+/// Refuses a source of more `tokens` than the encoder reads. `what` is it in words, `param` its parameter.
+pub fn check_source(parts: &ServeParts, param: &str, what: &str, tokens: usize) -> Result<(), ApiError> {
+    let most = parts.model.source_context;
+    if tokens <= most {
+        return Ok(());
+    }
+    let message = format!("{what} has {tokens} tokens, more than the {most} that the model reads");
+    Err(ApiError::too_long(param, message))
+}
+
 /// Hands all choices in at once.
 async fn submit<W>(
     app: &Arc<App>,
@@ -195,13 +238,13 @@ async fn submit<W>(
         .into_iter()
         .zip(&requests)
         .map(|(events, request)| ReplyStream::new(events, tokenizer.clone(), request, &spec));
-    let prompt_tokens = job.prompts.iter().map(|prompt| prompt.len()).sum();
+    let prompt_tokens = job.prompts.iter().map(Asked::tokens).sum();
     let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.cut.subscribe());
     Ok(Replies::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
 }
 
 /// Ends when the request's time is up, or when the server cuts off what is in flight.
-async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Receiver<bool>) -> RequestError {
+pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Receiver<bool>) -> RequestError {
     // Without its sender, which lives as long as the server, nothing is cut off.
     let cut = async {
         if cut.wait_for(|cut| *cut).await.is_err() {
@@ -225,12 +268,13 @@ impl<W> Job<W> {
     /// answer can have together.
     fn requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
         let wish = &self.generation;
-        self.prompts.iter().flat_map(move |prompt| {
+        self.prompts.iter().flat_map(move |Asked { source, prompt }| {
             // Without room for one token, intake says so.
             let room = longest.saturating_sub(prompt.len()).max(1);
             (0..wish.n).map(move |choice| {
                 let seed = wish.sampling.seed.wrapping_add(choice.into());
                 Request {
+                    source: source.clone(),
                     ignore_eos: wish.ignore_eos,
                     stop_ids: wish.stops.ids.clone(),
                     min_tokens: wish.min_tokens,

@@ -6,7 +6,10 @@
 use super::access::RequestId;
 use super::chat::Chats;
 use super::completions::Completions;
+use super::embeddings::Wish;
+use super::encoders::{Question, ask};
 use super::error::ApiError;
+use super::fill_mask::Masks;
 use super::respond::{Answer, Api, off_the_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, about};
@@ -29,8 +32,10 @@ const SLICE_BYTES: usize = 32 << 10;
 /// All paths with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
-        .service(resource("/v1/completions", "POST").route(web::post().to(text::<Completions>)))
-        .service(resource("/v1/chat/completions", "POST").route(web::post().to(text::<Chats>)))
+        .service(resource(Completions::PATH, "POST").route(web::post().to(text::<Completions>)))
+        .service(resource(Chats::PATH, "POST").route(web::post().to(text::<Chats>)))
+        .service(resource(Wish::PATH, "POST").route(web::post().to(of_texts::<Wish>)))
+        .service(resource(Masks::PATH, "POST").route(web::post().to(of_texts::<Masks>)))
         .service(resource("/v1/models", GET).route(get().to(about::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(about::model)))
         .service(resource("/health", GET).route(get().to(about::health)))
@@ -73,15 +78,29 @@ async fn text<A: Api + 'static>(
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
     Ok(match respond::<A>(&app, id.0.clone(), body).await? {
-        Answer::Whole(json) => HttpResponse::Ok()
-            .insert_header((CONTENT_TYPE, "application/json"))
-            .body(SizedStream::new(json.len() as u64, slices(json, open))),
+        Answer::Whole(json) => whole(json, open),
         Answer::Events(events) => HttpResponse::Ok()
             .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
             .insert_header((CACHE_CONTROL, "no-cache"))
             .insert_header(("X-Accel-Buffering", "no"))
             .streaming(events.map(Ok::<_, Infallible>)),
     })
+}
+
+/// Handles a request about texts.
+async fn of_texts<Q: Question>(
+    app: web::Data<App>,
+    id: web::ReqData<RequestId>,
+    payload: web::Payload,
+) -> Result<HttpResponse, ApiError> {
+    let body = read_body(payload, app.config.body_limit_bytes).await?;
+    let open = app.open_response();
+    Ok(whole(ask::<Q>(&app, id.0.clone(), body).await?, open))
+}
+
+fn whole(json: Bytes, open: OpenResponse) -> HttpResponse {
+    let body = SizedStream::new(json.len() as u64, slices(json, open));
+    HttpResponse::Ok().insert_header((CONTENT_TYPE, "application/json")).body(body)
 }
 
 /// A body in slices, so that `open` is dropped when the last of it, and not the first, is on its way.

@@ -6,9 +6,11 @@ use super::ServeParts;
 use super::chat::put;
 use super::error::ApiError;
 use super::fields::{Fields, brief};
-use super::params::{conversation, token_id};
+use super::inputs::token_id;
+use super::params::conversation;
 use super::respond::{check_model, encode};
 use super::wire::{Detokenized, Tokenized};
+use crate::actors::Kind;
 use serde_json::Value;
 
 /// The ids of a text, or of messages.
@@ -22,15 +24,20 @@ pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<Tokenized, ApiError> 
     }
     let is_chat = prompt.is_none();
     let add_special = fields.flag("add_special_tokens", !is_chat)?;
-    let tokens = match prompt {
-        Some(text) => encode(parts, &text, add_special, "prompt")?,
-        None => encode(parts, &put(parts, &conversation(&mut fields)?)?, add_special, "messages")?,
+    let (text, param) = match prompt {
+        Some(text) => (text, "prompt"),
+        None => (put(parts, &conversation(&mut fields)?)?, "messages"),
     };
     fields.refuse_others(&[])?;
+    let tokens = encode(parts, &text, add_special, param)?;
     let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
     Ok(Tokenized {
         count: tokens.len(),
-        max_model_len: parts.model.longest,
+        // What is tokenised is a source where there is one.
+        max_model_len: match parts.model.kind {
+            Kind::EncoderDecoder => parts.model.source_context,
+            Kind::Decoder | Kind::Encoder => parts.model.longest,
+        },
         token_strs: with_texts.then(texts),
         tokens,
     })

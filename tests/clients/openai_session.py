@@ -1,13 +1,14 @@
 """A scripted session: the official `openai` package against running servers.
 
-    openai_session.py URL [--keyed URL --key KEY] [--slow URL]
+    openai_session.py URL [--keyed URL --key KEY] [--slow URL] [--encoder URL] [--translator URL]
 
 URL is a server's address without a path. The keyed server lets in whoever has KEY. The slow one has one slot
-and no waiting room, and takes long enough over an answer that others come meanwhile. One line for each check:
-"ok NAME", "FAILED NAME: why" or "skipped NAME: why". The exit status is 1 when a check failed.
+and no waiting room, and takes long enough over an answer that others come meanwhile. The encoder serves a model
+with a mask, <mask>; the translator one that reads sources, with languages __de__ and __fr__. One line for each
+check: "ok NAME", "FAILED NAME: why" or "skipped NAME: why". The exit status is 1 when a check failed.
 
-The checks hold for any model that has a chat template and keeps the text of a prompt: they look at shapes,
-and at answers that must be equal, never at what an answer says.
+The checks hold for any model that has a chat template and keeps the text of a prompt, or is of those kinds: they
+look at shapes, and at answers that must be equal, never at what an answer says.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CHECKS = []
 
 
 def check(server):
-    """Registers a check; `server` is the kind it needs: plain, keyed or slow."""
+    """Registers a check; `server` is the kind it needs: plain, keyed, slow, encoder or translator."""
 
     def register(function):
         CHECKS.append((function.__name__.replace("_", " "), server, function))
@@ -561,6 +562,83 @@ def busy_and_retries(server):
     ), f"{answer.retries_taken} retries took {took_s} s, not {pause_s} s each"
 
 
+@check("encoder")
+def embeddings(server):
+    def embed(texts, **wish):
+        return server.client.embeddings.create(model=server.model, input=texts, **wish)
+
+    texts = ["the rain", "a river of oil", "look"]
+    # The package asks for base64 by itself, and gives numbers.
+    whole = embed(texts)
+    equal((whole.object, whole.model), ("list", server.model), "the envelope")
+    equal([one.index for one in whole.data], [0, 1, 2], "indices")
+    vectors = [one.embedding for one in whole.data]
+    card = server.client.models.retrieve(server.model).model_extra
+    equal((card["kind"], "/v1/embeddings" in card["endpoints"]), ("encoder", True), "what it is")
+    for vector in vectors:
+        equal(len(vector), card["dimensions"], "dimensions")
+        assert abs(sum(x * x for x in vector) - 1) < 1e-5, "vectors have length 1"
+    close(embed(texts, encoding_format="float"), vectors, "floats")
+    for index, text in enumerate(texts):
+        close(embed(text), vectors[index : index + 1], f"{text!r} alone")
+    asyncio.run(embed_at_once(server, texts, vectors))
+    cut = embed(texts[0], dimensions=4).data[0].embedding
+    length = sum(x * x for x in vectors[0][:4]) ** 0.5
+    close(embed(texts[0], dimensions=4), [[x / length for x in vectors[0][:4]]], "a cut vector")
+    equal(len(cut), 4, "dimensions asked for")
+    assert whole.usage.prompt_tokens == whole.usage.total_tokens > 0, f"tokens: {whole.usage}"
+    refused(openai.BadRequestError, lambda: embed(""), param="input")
+    refused(openai.BadRequestError, lambda: embed(texts, dimensions=card["dimensions"] + 1), param="dimensions")
+    error = refused(openai.BadRequestError, lambda: server.chat(), code="wrong_endpoint", param="model")
+    assert "/v1/embeddings" in error.message, error.message
+
+
+def close(answer, vectors, what):
+    got = [one.embedding for one in answer.data]
+    equal(len(got), len(vectors), what)
+    for ours, theirs in zip(got, vectors):
+        assert all(abs(a - b) < 1e-6 for a, b in zip(ours, theirs, strict=True)), f"{what}: {ours}, not {theirs}"
+
+
+async def embed_at_once(server, texts, vectors):
+    async with server.async_client() as client:
+        asked = [client.embeddings.create(model=server.model, input=texts) for _ in range(20)]
+        for answer in await asyncio.gather(*asked):
+            close(answer, vectors, "vectors in company")
+
+
+@check("encoder")
+def masks(server):
+    body = {"model": server.model, "input": ["the rain in <mask>", "a <mask> of <mask>"], "top_k": 3}
+    answer = server.client.post("/fill-mask", cast_to=object, body=body)
+    equal([len(text["masks"]) for text in answer["data"]], [1, 2], "masks")
+    for mask in (mask for text in answer["data"] for mask in text["masks"]):
+        scores = [candidate["score"] for candidate in mask["candidates"]]
+        equal((len(scores), scores), (3, sorted(scores, reverse=True)), "candidates, most likely first")
+
+
+@check("translator")
+def sources(server):
+    def translate(prompt, **wish):
+        wish = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False, **wish}
+        return server.complete(prompt, extra_body=wish)
+
+    texts = ["the rain", "a river of oil", "look"]
+    whole = translate(texts, forced_bos_token="de")
+    for index, text in enumerate(texts):
+        alone = translate(text, forced_bos_token="__de__").choices[0]
+        equal(alone.text, whole.choices[index].text, f"{text!r} alone")
+    opening = extra(whole.choices[0], "decoder_prompt_token_ids")
+    equal(translate(texts, decoder_prompt=opening).choices, whole.choices, "the beginning by its ids")
+    french = translate(texts[0], forced_bos_token="fr").choices[0]
+    assert extra(french, "decoder_prompt_token_ids") != opening, "another language begins in another way"
+    wish = {"ignore_eos": True, "forced_bos_token": "de", "skip_special_tokens": False}
+    streamed = Streamed(server.complete(texts, stream=True, extra_body=wish))
+    equal(streamed.texts, {choice.index: choice.text for choice in whole.choices}, "the texts, streamed")
+    error = refused(openai.BadRequestError, lambda: server.chat(), code="wrong_endpoint", param="model")
+    assert "/v1/completions" in error.message, error.message
+
+
 def run(name, server, function):
     """The check's line; whether it failed."""
     if server is None:
@@ -583,12 +661,16 @@ def main():
     parser.add_argument("--keyed")
     parser.add_argument("--key", default="none")
     parser.add_argument("--slow")
+    parser.add_argument("--encoder")
+    parser.add_argument("--translator")
     parser.add_argument("--only", default="", help="checks with this in their name")
     args = parser.parse_args()
     servers = {
         "plain": Server(args.plain),
         "keyed": args.keyed and Server(args.keyed, args.key),
         "slow": args.slow and Server(args.slow),
+        "encoder": args.encoder and Server(args.encoder),
+        "translator": args.translator and Server(args.translator),
     }
     chosen = [entry for entry in CHECKS if args.only in entry[0]]
     failed = [name for name, kind, function in chosen if run(name, servers[kind], function)]

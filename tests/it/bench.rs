@@ -2,6 +2,7 @@
 //! promise here.
 
 use crate::common::{fixture, mainstem};
+use crate::families::family;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::Output;
@@ -157,5 +158,16 @@ fn the_fake_device_shows_three_layers() {
         let samples = row["samples"].as_array().expect("there are samples");
         assert_eq!(samples.len(), 2, "{row}");
         assert!(samples.iter().all(|sample| sample["tokens"].as_u64() > Some(0)), "{row}");
+    }
+}
+
+#[test]
+fn models_with_an_encoder_are_refused_by_their_kind() {
+    for (name, kind) in [("bert", "is an encoder, "), ("m2m100", "is an encoder-decoder, ")] {
+        let model = family(name, "bench");
+        let output = bench(&format!("{} {SMALL}", model.0.display()));
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains(kind), "{said}");
+        assert!(said.contains("decoders alone") && output.stdout.is_empty(), "{said}");
     }
 }

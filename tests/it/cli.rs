@@ -147,15 +147,17 @@ fn a_config_that_does_not_match_the_tensors_names_one() {
 #[test]
 fn an_absurd_number_of_layers_is_refused_at_little_cost() {
     let model = Copied::of("mha", "many-layers");
-    model.configure("num_hidden_layers", json!(16_000_000));
-    let limited = "ulimit -v 4000000; ulimit -t 20; exec \"$0\" serve \"$1\" --port 0 --threads 2";
-    let output = alone("sh")
-        .args(["-c", limited, env!("CARGO_BIN_EXE_mainstem")])
-        .arg(&model.0)
-        .output()
-        .expect("the shell starts");
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    assert!(said(&output).contains("16000000 layers"), "{}", said(&output));
+    for (layers, named) in [(16_000_000, "layers is 16000000"), (60_000, "60000 layers")] {
+        model.configure("num_hidden_layers", json!(layers));
+        let limited = "ulimit -v 4000000; ulimit -t 20; exec \"$0\" serve \"$1\" --port 0 --threads 2";
+        let output = alone("sh")
+            .args(["-c", limited, env!("CARGO_BIN_EXE_mainstem")])
+            .arg(&model.0)
+            .output()
+            .expect("the shell starts");
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+        assert!(said(&output).contains(named), "{}", said(&output));
+    }
 }
 
 /// Whoever runs the tests may have settings of his own.

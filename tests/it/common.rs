@@ -75,10 +75,7 @@ impl Copied {
     /// `name` tells the tests apart.
     pub fn of(model: &str, name: &str) -> Copied {
         let folder = std::env::temp_dir().join(format!("mainstem-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&folder).expect("a temporary folder");
-        for entry in std::fs::read_dir(fixture(model)).expect("the fixture is there").flatten() {
-            std::fs::copy(entry.path(), folder.join(entry.file_name())).expect("a file is copied");
-        }
+        copy_all(&fixture(model), &folder);
         Copied(folder)
     }
 
@@ -93,6 +90,18 @@ impl Copied {
         let mut config: serde_json::Value = serde_json::from_slice(&text).expect("it is JSON");
         config[key] = value;
         std::fs::write(&file, config.to_string()).expect("it can be written");
+    }
+}
+
+/// Copies a folder with all that is in it.
+fn copy_all(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a temporary folder");
+    for entry in std::fs::read_dir(from).expect("the folder is there").flatten() {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_all(&entry.path(), &target),
+            false => _ = std::fs::copy(entry.path(), target).expect("a file is copied"),
+        }
     }
 }
 
@@ -162,6 +171,8 @@ pub struct Outcome {
     pub tokens: Vec<Token>,
     /// The token that ended it, if one did.
     pub last: Option<Token>,
+    pub embedding: Option<Vec<f32>>,
+    pub filled: Vec<Token>,
     pub end: Option<Result<FinishReason, RequestError>>,
 }
 
@@ -180,6 +191,8 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
             TokenEvent::Prompt(tokens) => outcome.prompt = tokens,
             TokenEvent::Token(token) => outcome.tokens.push(token),
             TokenEvent::Last(token) => outcome.last = Some(token),
+            TokenEvent::Embedding(vector) => outcome.embedding = Some(vector),
+            TokenEvent::Filled(token) => outcome.filled.push(token),
             TokenEvent::Finished(reason) => outcome.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => outcome.end = Some(Err(error)),
         }

@@ -1,6 +1,7 @@
 //! The program itself, over real TCP: started, asked, hung up on, told to stop.
 
 use crate::common::{self, Copied, PATIENCE, Story, fixture, mainstem, stories};
+use crate::families::family;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -255,6 +256,26 @@ fn hanging_up_frees_the_slot() {
     }
     let generated = server.metric("mainstem_generation_tokens_total");
     assert!(generated < LONG.into(), "{generated} tokens for nobody");
+}
+
+/// However many texts it has, a call to an encoder is one request to the metrics, and one client.
+#[test]
+fn a_call_to_an_encoder_counts_once() {
+    let model = family("bert", "metrics");
+    let texts = json!({ "input": [[8, 9], [10], [11, 12, 13]] });
+    let server = Server::of(&model.0, &["--slots", "2", "--max-waiting", "2"]);
+    assert_eq!(server.ask("/v1/embeddings", Some(&texts)).0, 200);
+    server.wait_for("mainstem_e2e_request_latency_seconds_count", 1.0);
+    assert_eq!(server.metric("mainstem_request_prompt_tokens_sum"), 6.0);
+    assert_eq!(server.metric("mainstem_clients_gone_total"), 0.0);
+
+    let slow = ["--slots", "2", "--device", "fake", "--fake-step", "600s"];
+    let server = Server::of(&model.0, &slow);
+    let client = server.connect("/v1/embeddings", Some(&texts));
+    server.wait_for("mainstem_num_requests_running", 2.0);
+    drop(client);
+    server.wait_for("mainstem_clients_gone_total", 1.0);
+    assert_eq!(server.metric("mainstem_e2e_request_latency_seconds_count"), 1.0);
 }
 
 #[test]

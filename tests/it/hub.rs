@@ -6,8 +6,10 @@ use actix_web::http::{StatusCode, header};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
 use futures_util::{StreamExt, stream};
 use mainstem::config::HubSettings;
+use mainstem::formats::{Folder, FoundPooling, SentenceFiles};
 use mainstem::hub::{Hub, HubReference, Progress, Timeouts};
 use mainstem::model::{ModelRef, ModelSource};
+use mainstem::request::Pooling;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -95,7 +97,7 @@ impl LocalHub {
                     App::new()
                         .app_data(shared.clone())
                         .route("/api/models/{owner}/{name}/revision/{revision}", web::get().to(list))
-                        .route("/{owner}/{name}/resolve/{revision}/{file}", web::get().to(file_at))
+                        .route("/{owner}/{name}/resolve/{revision}/{file:.+}", web::get().to(file_at))
                         .route("/blob/{file}", web::get().to(blob))
                 };
                 let server = HttpServer::new(app).workers(1).disable_signals();
@@ -433,6 +435,31 @@ fn all_shards_of_an_index_are_fetched() {
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     assert_eq!(hub.files_asked(), [lost]);
     same_files(&folder, "sharded");
+}
+
+/// The files of sentence-transformers, one of which lies in a folder.
+#[test]
+fn an_encoders_way_of_pooling_is_fetched_with_it() {
+    let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
+    let modules = json!([
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]);
+    let pooling = json!({"pooling_mode_cls_token": true});
+    let files = [("modules.json", &modules), ("1_Pooling/config.json", &pooling)];
+    let add = |state: &mut State, (name, content): (&str, &serde_json::Value)| {
+        state.files.insert(name.to_owned(), content.to_string().into_bytes());
+    };
+    hub.set(|state| files.into_iter().for_each(|file| add(state, file)));
+    let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
+    let found = SentenceFiles::from_folder(&Folder::Disk(folder.clone())).unwrap().expect("they are there");
+    assert_eq!(found.pooling, FoundPooling::Served(Pooling::Cls));
+    // As the hub's own tools lay it out: a link to where the content is.
+    let link = fs::read_link(folder.join("1_Pooling/config.json")).unwrap();
+    assert!(link.starts_with("../../../blobs"), "{}", link.display());
+    hub.asked();
+    assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
+    assert!(hub.asked().is_empty(), "the commit is known to be whole");
 }
 
 #[test]

@@ -1,20 +1,26 @@
 //! Integration tests: one binary, a module for each subject.
 
 mod common;
+mod coverage;
 mod program;
 
 mod bench;
 mod boundaries;
 mod cli;
 mod endings;
+mod endpoints;
 mod fake_device;
+mod families;
 mod faults;
+mod gguf;
 mod http;
 mod hub;
 mod inspect;
+mod kinds;
 mod load;
 mod models;
 mod monitoring;
+mod names;
 mod oracle;
 mod pickles;
 mod policies;

@@ -21,6 +21,8 @@ struct Recorded {
 
 #[derive(Deserialize)]
 struct Answer {
+    #[serde(default)]
+    source: Vec<u32>,
     prompt: Vec<u32>,
     prompt_logprobs: Vec<f32>,
     ignore_eos: bool,
@@ -38,7 +40,7 @@ struct Encoding {
 }
 
 /// (model, answers) of every fixture.
-const FIXTURES: [(&str, &str); 16] = [
+const FIXTURES: [(&str, &str); 18] = [
     ("mha", "mha/answers.json"),
     ("gqa", "gqa/answers.json"),
     ("mqa", "mqa/answers.json"),
@@ -55,6 +57,8 @@ const FIXTURES: [(&str, &str); 16] = [
     ("llama2c/v1.bin", "llama2c/answers.json"),
     ("llama2c/v0_shared.bin", "llama2c/answers_shared.json"),
     ("llama2c/v1_shared.bin", "llama2c/answers_shared.json"),
+    ("llama2c/v2.bin", "llama2c/answers_v2.json"),
+    ("llama2c/v2_shared.bin", "llama2c/answers_v2_shared.json"),
 ];
 
 impl Answer {
@@ -64,6 +68,7 @@ impl Answer {
             ignore_eos: self.ignore_eos || eos.contains(&1),
             logprobs: Some(5),
             prompt_logprobs: true,
+            source: self.source.as_slice().into(),
             ..greedy(&self.prompt, self.answer_len_asked())
         }
     }
@@ -79,8 +84,12 @@ fn recorded(file: &str) -> Recorded {
     serde_json::from_slice(&text).expect("the fixture's answers are in their form")
 }
 
-async fn start(model: &Path, kind: &str) -> Engine {
-    let settings = [("device.kind", Value::from(kind)), ("scheduler.token_budget", Value::from(48))];
+async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
+    let settings = [
+        ("device.kind", Value::from(kind)),
+        ("scheduler.slots", slots.into()),
+        ("scheduler.token_budget", 48.into()),
+    ];
     start::engine(&config(model, &settings)).await.expect("the fixture loads")
 }
 
@@ -88,10 +97,29 @@ async fn check(model: &str, answers: &str, kind: &str) {
     check_at(&fixture(model), answers, kind).await;
 }
 
-async fn check_at(path: &Path, answers: &str, kind: &str) {
+/// Checks the model at `path` against recorded answers, which are given all at once.
+pub async fn check_at(path: &Path, answers: &str, kind: &str) {
+    check_with(path, answers, (kind, 4), LOGPROB_TOLERANCE).await;
+}
+
+/// The same, each answer by itself.
+pub async fn check_alone(path: &Path, answers: &str, kind: &str) {
+    check_with(path, answers, (kind, 1), LOGPROB_TOLERANCE).await;
+}
+
+/// All at once, with another bound for log-probabilities.
+pub async fn check_within(path: &Path, answers: &str, kind: &str, tolerance: f32) {
+    check_with(path, answers, (kind, 4), tolerance).await;
+}
+
+async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tolerance: f32) {
     let recorded = recorded(answers);
-    let engine = start(path, kind).await;
+    let engine = start(path, kind, slots).await;
     let model = &engine.model.name.clone();
+    let close = |ours: Option<f32>, theirs: f32, what: &str| {
+        let ours = ours.unwrap_or(f32::NAN);
+        assert!((ours - theirs).abs() <= tolerance, "{what}: {ours}, recorded {theirs}");
+    };
     for id in &recorded.eos_token_ids {
         assert!(engine.model.eos.contains(id), "{model}: {id} ends a sequence");
     }
@@ -129,13 +157,28 @@ async fn check_at(path: &Path, answers: &str, kind: &str) {
             "{model}: {text:?}"
         );
     }
-    all_home(&engine, 4).await;
+    all_home(&engine, slots as usize).await;
     engine.stop();
 }
 
-fn close(ours: Option<f32>, theirs: f32, what: &str) {
-    let ours = ours.unwrap_or(f32::NAN);
-    assert!((ours - theirs).abs() <= LOGPROB_TOLERANCE, "{what}: {ours}, recorded {theirs}");
+/// Checks the log-probabilities of prompts, which no answer's choices move, within a looser bound.
+pub async fn check_prompts(path: &Path, answers: &str, settings: &[(&'static str, Value)], tolerance: f32) {
+    let recorded = recorded(answers);
+    let engine = start::engine(&config(path, settings)).await.expect("the fixture loads");
+    let requests = recorded
+        .answers
+        .iter()
+        // Positions may depend on how much is reserved.
+        .map(|answer| Request { max_tokens: answer.answer_len_asked(), ..answer.request(&engine.model.eos) });
+    let outcomes = complete_all(&engine, requests).await;
+    for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
+        for (token, expected) in outcome.prompt[1..].iter().zip(&answer.prompt_logprobs) {
+            let ours = token.logprob.unwrap_or(f32::NAN);
+            let what = format_args!("{answers}, prompt of {}", answer.prompt.len());
+            assert!((ours - expected).abs() <= tolerance, "{what}: {ours}, recorded {expected}");
+        }
+    }
+    engine.stop();
 }
 
 #[actix::test]
@@ -168,7 +211,7 @@ async fn stories260k_gives_its_recorded_texts_where_it_is_at_hand() {
     let Some(folder) = stories() else { return };
     let stories = Story::all(&folder);
     for model in ["hf", "stories260K.bin"] {
-        let engine = start(&folder.join(model), "cpu").await;
+        let engine = start(&folder.join(model), "cpu", 4).await;
         let requests = stories.iter().map(|story| greedy(&story.prompt_ids, story.new_ids.len() as u32));
         for (story, outcome) in stories.iter().zip(complete_all(&engine, requests).await) {
             let sure = story.sure_ids();

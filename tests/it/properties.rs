@@ -7,8 +7,8 @@ use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    QuantType, SampleRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch, StepLimits,
-    StepOutput, TableUpdate, Want,
+    KvTable, QuantType, SampleRow, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
+    StepLimits, StepOutput, TableUpdate, Want,
 };
 
 const SLOTS: u32 = 6;
@@ -58,10 +58,12 @@ impl Rig {
             rows: 160,
             logit_rows: 4,
             positions: POSITIONS,
+            source_positions: 0,
             page_positions,
             top_logprobs: 0,
             biases: 0,
             vocab: source.spec.vocab,
+            hidden: 0,
         };
         let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
         let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa }) {
@@ -86,7 +88,7 @@ impl Rig {
         let pages = (POSITIONS / self.page_positions) as u32;
         for index in 0..pages {
             let page = 1 + (pages_of * pages + index) * 7 % (SLOTS * pages);
-            self.batch.tables.push(TableUpdate { slot, index, page });
+            self.batch.tables.push(TableUpdate { slot, table: KvTable::Own, index, page });
         }
     }
 
@@ -106,10 +108,13 @@ impl Rig {
     fn span(&mut self, slot: u32, start: usize, tokens: SpanTokens, sample: Option<SampleRow>) {
         self.batch.spans.push(Span {
             model: SpanModel::Target,
+            stack: SpanStack::Decoder,
             slot,
             start: start as u32,
             tokens,
             table: SpanTable::Own,
+            reserved: POSITIONS as u32,
+            source: 0,
             want: if sample.is_some() { Want::Last } else { Want::None },
         });
         self.batch.samples.extend(sample);
@@ -138,8 +143,8 @@ impl Rig {
 }
 
 const BACKENDS: [&str; 4] = ["reference", "avx512", "avx2", "portable"];
-/// Grouped queries over an odd head; a biased one; and one stored in half precision.
-const MODELS: [&str; 3] = ["gqa", "odd_head_dim", "f16"];
+/// Grouped queries over an odd head; a biased one; one stored in half precision; and those stored in blocks.
+const MODELS: [&str; 5] = ["gqa", "odd_head_dim", "f16", "gguf/q8_0.gguf", "gguf/q4_0.gguf"];
 
 fn for_all_rigs(check: impl Fn(&mut Rig, &str)) {
     for backend in BACKENDS {

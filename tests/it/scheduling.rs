@@ -229,9 +229,13 @@ async fn what_can_never_fit_is_refused_with_its_numbers() {
         submit(&engine, greedy(prompt, max_tokens)).await.map(drop).expect_err("it cannot be served")
     };
     let context = engine.model.context;
-    let too_long = RequestError::TooLong { prompt_tokens: 100, max_tokens: context, context };
+    let too_long =
+        RequestError::TooLong { prompt: "prompt", prompt_tokens: 100, max_tokens: context, context };
     assert_eq!(refusal(&prompt(0, 100), context as u32).await, too_long);
-    assert_eq!(refusal(&prompt(0, 40), 25).await, RequestError::TooLarge { needed: 3, pages: 2 });
+    assert_eq!(
+        refusal(&prompt(0, 40), 25).await,
+        RequestError::TooLarge { what: "prompt and max_tokens", needed: 3, pages: 2 }
+    );
     let stranger = refusal(&[5, engine.model.vocab as u32], 4).await;
     assert!(matches!(&stranger, RequestError::Invalid { param: "prompt", .. }), "{stranger:?}");
     assert!(matches!(refusal(&[], 4).await, RequestError::Invalid { param: "prompt", .. }));

@@ -16,6 +16,13 @@ from pathlib import Path
 import numpy as np
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+# GGUF files and what is recorded of them.
+GGUF = {
+    "f32": "rope_llama3/answers.json",
+    "f16": "bf16/answers.json",
+    "q8_0": "gguf/q8_0.json",
+    "q4_0": "gguf/q4_0.json",
+}
 TOLERANCE = 1e-4
 NOTICED = 1e-2
 
@@ -146,12 +153,14 @@ def read_folder(folder: Path) -> tuple[Model, Model | None]:
 
 
 def read_llama2c(path: Path) -> Model:
-    data = path.read_bytes()
+    data, group = path.read_bytes(), None
     if data[:4] == b"24ka":
         version, dim, ffn, layers, heads, kv_heads, vocab, positions, shared = struct.unpack_from(
             "<8iB", data, 4
         )
-        assert version == 1
+        assert version in (1, 2)
+        if version == 2:
+            (group,) = struct.unpack_from("<i", data, 37)
         start, order = 256, "norm1 norm2 final embedding q k v o gate down up"
     else:
         dim, ffn, layers, heads, kv_heads, vocab, positions = struct.unpack_from("<7i", data)
@@ -164,13 +173,28 @@ def read_llama2c(path: Path) -> Model:
         "gate": (layers, ffn, dim), "down": (layers, dim, ffn), "up": (layers, ffn, dim),
         "tables": (2, positions, head_dim // 2), "classifier": (vocab, dim),
     }  # fmt: skip
-    values, parts = np.frombuffer(data, "<f4", offset=start).astype(np.float64), {}
+    data, parts = data[start:], {}
     for name in order.split() + ["classifier"] * (not shared):
-        count = int(np.prod(shapes[name]))
-        parts[name], values = values[:count].reshape(shapes[name]), values[count:]
-    assert len(values) == 0, f"{path}: {len(values)} numbers left over"
+        # Each layer's codes are followed by their scales.
+        shape, read = shapes[name], []
+        for _ in range(shape[0] if len(shape) == 3 else 1):
+            count = int(np.prod(shape[-2:]))
+            is_norm = name in ("norm1", "norm2", "final")
+            values, data = take(data, count, None if is_norm else group)
+            read.append(values)
+        parts[name] = np.concatenate(read).reshape(shape)
+    assert not data, f"{path}: {len(data)} bytes left over"
     frequencies = base_frequencies(head_dim, 10000.0)
     return Model(hub_names(parts, layers), layers, head_dim, 1e-5, frequencies, interleaved=True)
+
+
+def take(data: bytes, count: int, group: int | None) -> tuple[np.ndarray, bytes]:
+    """The first `count` numbers, and what follows: F32, or signed bytes and then a scale for each group of them."""
+    if group is None:
+        return numbers(data[: 4 * count], "F32"), data[4 * count :]
+    codes = np.frombuffer(data, "i1", count).reshape(-1, group)
+    scales = np.frombuffer(data, "<f4", count // group, offset=count).astype(np.float64)
+    return (codes * scales[:, None]).ravel(), data[count + 4 * (count // group) :]
 
 
 def hub_names(parts: dict[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
@@ -186,6 +210,78 @@ def hub_names(parts: dict[str, np.ndarray], layers: int) -> dict[str, np.ndarray
     weights["model.embed_tokens.weight"] = parts["embedding"]
     weights["lm_head.weight"] = parts.get("classifier", parts["embedding"])
     return weights
+
+
+def read_gguf(path: Path) -> tuple[Model, Model]:
+    """The model, and the same with rotated pairs taken the other way."""
+    settings, tensors = gguf_parts(path.read_bytes())
+    layers, heads = settings["llama.block_count"], settings["llama.attention.head_count"]
+    head_dim = settings["llama.embedding_length"] // heads
+    frequencies = base_frequencies(head_dim, settings["llama.rope.freq_base"])
+    frequencies = frequencies / tensors.pop("rope_freqs.weight", 1.0)
+    parts = {
+        "norm1": "attn_norm", "norm2": "ffn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+        "gate": "ffn_gate", "down": "ffn_down", "up": "ffn_up",
+    }  # fmt: skip
+    layered = {
+        part: np.stack([tensors.pop(f"blk.{i}.{name}.weight") for i in range(layers)])
+        for part, name in parts.items()
+    }
+    whole = {"embedding": tensors.pop("token_embd.weight"), "final": tensors.pop("output_norm.weight")}
+    if "output.weight" in tensors:
+        whole["classifier"] = tensors.pop("output.weight")
+    assert not tensors, f"{path}: {sorted(tensors)} left over"
+    eps = settings["llama.attention.layer_norm_rms_epsilon"]
+    model = Model(hub_names(layered | whole, layers), layers, head_dim, eps, frequencies, interleaved=True)
+    return model, replace(model, interleaved=False)
+
+
+def gguf_parts(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+    """Metadata and tensors of a file of version 3."""
+    at = 0
+
+    def take(form: str):
+        nonlocal at
+        (value,) = struct.unpack_from(f"<{form}", data, at)
+        at += struct.calcsize(f"<{form}")
+        return value
+
+    def string() -> str:
+        return take(f"{take('Q')}s").decode()
+
+    def value(kind: int):
+        if kind == 8:
+            return string()
+        if kind == 9:
+            elements, count = take("I"), take("Q")
+            return [value(elements) for _ in range(count)]
+        return take("B b H h I i f ? _ _ Q q d".split()[kind])
+
+    assert (take("4s"), take("I")) == (b"GGUF", 3)
+    n_tensors, n_settings = take("Q"), take("Q")
+    settings = {string(): value(take("I")) for _ in range(n_settings)}
+    described = [
+        (string(), [take("Q") for _ in range(take("I"))], take("I"), take("Q")) for _ in range(n_tensors)
+    ]
+    start = (at + 31) // 32 * 32
+    return settings, {
+        name: gguf_numbers(data[start + offset :], int(np.prod(dims)), kind).reshape(dims[::-1])
+        for name, dims, kind, offset in described
+    }
+
+
+def gguf_numbers(data: bytes, count: int, kind: int) -> np.ndarray:
+    """The first `count` numbers: F32, F16, BF16, or blocks of 32 with a scale before them."""
+    if kind in (0, 1, 30):
+        name, size = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}[kind]
+        return numbers(data[: count * size], name)
+    size = {2: 18, 8: 34}[kind]
+    blocks = np.frombuffer(data, np.uint8, count // 32 * size).reshape(-1, size)
+    scales = blocks[:, :2].copy().view("<f2").astype(np.float64)
+    codes = blocks[:, 2:]
+    if kind == 8:
+        return scales * codes.view(np.int8)
+    return scales * (np.hstack([codes % 16, codes // 16]).astype(np.float64) - 8)
 
 
 def worst_difference(model: Model, answers_file: Path) -> float:
@@ -228,8 +324,11 @@ def main():
         check(folder.name, *read_folder(folder), folder / "answers.json")
     for path in sorted((FIXTURES / "llama2c").glob("v*.bin")):
         model = read_llama2c(path)
-        answers_file = path.parent / f"answers{path.stem[2:]}.json"
+        version, suffix = path.stem[:2], path.stem[2:]
+        answers_file = path.parent / f"answers{'_v2' * (version == 'v2')}{suffix}.json"
         check(f"llama2c/{path.stem}", model, replace(model, interleaved=False), answers_file)
+    for name, answers_file in GGUF.items():
+        check(f"gguf/{name}", *read_gguf(FIXTURES / "gguf" / f"{name}.gguf"), FIXTURES / answers_file)
 
 
 if __name__ == "__main__":

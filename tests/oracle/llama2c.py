@@ -1,4 +1,4 @@
-"""Writes llama2.c's files: model .bin versions 0 and 1 (float32), and tokenizer.bin.
+"""Writes llama2.c's files: model .bin versions 0 and 1 (float32) and 2 (int8 in groups), and tokenizer.bin.
 
 Invariant: rows of q and k are in interleaved order (each rotated pair adjacent), as that program expects; the model
 given has them in halves.
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 MAGIC = 0x616B3432  # "ak42"
-V1_HEADER_BYTES = 256
+HEADER_BYTES = 256  # from version 1 on
 
 
 def write_v0(path: Path, model):
@@ -34,10 +34,7 @@ def write_v1(path: Path, model):
     """256-byte header with magic, version and a flag for the shared classifier; norms first."""
     c, weights = model.config, Weights(model)
     with path.open("wb") as file:
-        start = (
-            struct.pack("<Ii", MAGIC, 1) + header(c, c.vocab_size) + struct.pack("<B", c.tie_word_embeddings)
-        )
-        file.write(start.ljust(V1_HEADER_BYTES, b"\0"))
+        file.write(long_header(c, 1))
         weights.write_layers(file, "norm1")
         weights.write_layers(file, "norm2")
         weights.final_norm().tofile(file)
@@ -46,6 +43,42 @@ def write_v1(path: Path, model):
             weights.write_layers(file, name)
         if not c.tie_word_embeddings:
             weights.classifier().tofile(file)
+
+
+def write_v2(path: Path, model, group: int):
+    """As version 1, with the group's size in the header; each matrix is all its codes, then all its scales."""
+    c, weights = model.config, Weights(model)
+    with path.open("wb") as file:
+        file.write(long_header(c, 2, struct.pack("<i", group)))
+        weights.write_layers(file, "norm1")
+        weights.write_layers(file, "norm2")
+        weights.final_norm().tofile(file)
+        matrices = [weights.embedding()]
+        for name in ("q", "k", "v", "o", "gate", "down", "up"):
+            matrices += weights.layers(name)
+        if not c.tie_word_embeddings:
+            matrices.append(weights.classifier())
+        for matrix in matrices:
+            for part in grouped(matrix, group):
+                part.tofile(file)
+
+
+def grouped(matrix: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales: the largest magnitude of a group becomes 127. Groups run on from row to row."""
+    values = matrix.reshape(-1, group)
+    scales = np.abs(values).max(axis=1) / np.float32(127)
+    return np.round(values / scales[:, None]).astype("i1"), scales.astype("<f4")
+
+
+def held(matrix: np.ndarray, group: int) -> np.ndarray:
+    """The numbers that a matrix's codes and scales stand for."""
+    codes, scales = grouped(matrix, group)
+    return (codes.astype(np.float32) * scales[:, None]).reshape(matrix.shape)
+
+
+def long_header(c, version: int, rest: bytes = b"") -> bytes:
+    start = struct.pack("<Ii", MAGIC, version) + header(c, c.vocab_size)
+    return (start + struct.pack("<B", c.tie_word_embeddings) + rest).ljust(HEADER_BYTES, b"\0")
 
 
 def header(c, vocab: int) -> bytes:
@@ -99,11 +132,14 @@ class Weights:
     def classifier(self) -> np.ndarray:
         return self.state["lm_head.weight"]
 
+    def layers(self, name: str) -> list[np.ndarray]:
+        """One kind's tensors, layer by layer, rows in the order of the format."""
+        layers = range(self.config.num_hidden_layers)
+        tensors = [self.state[f"model.layers.{i}.{self.LAYER_NAMES[name]}.weight"] for i in layers]
+        return [interleave(t, self.config.head_dim) for t in tensors] if name in ("q", "k") else tensors
+
     def write_layers(self, file, name: str):
-        for i in range(self.config.num_hidden_layers):
-            tensor = self.state[f"model.layers.{i}.{self.LAYER_NAMES[name]}.weight"]
-            if name in ("q", "k"):
-                tensor = interleave(tensor, self.config.head_dim)
+        for tensor in self.layers(name):
             tensor.tofile(file)
 
 

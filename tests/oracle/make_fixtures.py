@@ -123,6 +123,8 @@ HUB_FIXTURES = [
 ]  # fmt: skip
 
 SMALL = {"hidden": 16, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab": 301, "std": 0.3}
+# A row of `down` is two groups and a half. Rows of q and k are whole groups: their order changes no group.
+LLAMA2C_GROUP = 16
 LLAMA2C_FIXTURES = {"": Fixture("llama2c", **SMALL), "_shared": Fixture("llama2c", **SMALL, tied=True)}
 
 
@@ -312,7 +314,7 @@ def make_hub_fixture(fixture: Fixture):
 
 
 def make_llama2c():
-    """Both versions of the .bin format, with a separate and with a shared classifier, and answers for each."""
+    """Every version of the .bin format, with a separate and with a shared classifier, and answers for each."""
     folder = FIXTURES / "llama2c"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -323,7 +325,22 @@ def make_llama2c():
         llama2c.write_v1(folder / f"v1{suffix}.bin", model)
         write_json(folder / f"answers{suffix}.json", answers(fixture, seed, entries))
         report(f"llama2c{suffix}", seed, folder, entries)
+        make_llama2c_v2(folder, suffix, fixture, seed, model)
     llama2c.write_tokenizer(folder / "tokenizer.bin", SMALL["vocab"])
+
+
+def make_llama2c_v2(folder: Path, suffix: str, fixture: Fixture, seed: int, model: LlamaForCausalLM):
+    """The same model in groups, and the answers of the numbers that they stand for."""
+    llama2c.write_v2(folder / f"v2{suffix}.bin", model, LLAMA2C_GROUP)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.copy_(torch.from_numpy(llama2c.held(weight.numpy(), LLAMA2C_GROUP)))
+    entries = record_all(model, fixture)
+    assert all(entry["margin"] >= MARGIN for entry in entries), [entry["margin"] for entry in entries]
+    check_generate(model, entries)
+    write_json(folder / f"answers_v2{suffix}.json", answers(fixture, seed, entries))
+    report(f"llama2c v2{suffix}", seed, folder, entries)
 
 
 def report(name: str, seed: int, folder: Path, entries: list[dict]):

@@ -10,10 +10,11 @@ use super::client::{Client, events_in};
 use super::report::{Report, Row, Sample, What};
 use crate::actors::device::Factory;
 use crate::actors::engine::{BIASES, TOP_LOGPROBS};
-use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, SamplingDefaults};
+use crate::actors::{Conventions, Engine, EngineSetup, IntakeHandle, ModelInfo, SamplingDefaults};
 use crate::config::{ApiKeys, Config, ServerConfig};
 use crate::model::executor::{ExecutorReport, KvPlan};
 use crate::model::fake::FakeExecutor;
+use crate::model::spec::Kind;
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::server::{Answer, Local, ServeParts, Server};
 use crate::text::Tokenizer;
@@ -69,10 +70,10 @@ pub async fn measure(
     let intake = engine.intake.clone();
     layers.measure(What::Loop, move |tally| drain_events(intake.clone(), tally)).await?;
 
-    let local = Local::new(parts(&engine), config.server.clone());
+    let local = Local::new(ServeParts::from(&engine), config.server.clone());
     layers.measure(What::Events, move |tally| drain_answers(local.clone(), tally)).await?;
 
-    let server = Server::bind(parts(&engine), listening(&config.server))?;
+    let server = Server::bind(ServeParts::from(&engine), listening(&config.server))?;
     let address = server.address();
     let (stop, stops) = unbounded_channel();
     let serving = rt::spawn(server.run(stops, config.scheduler.drain_timeout));
@@ -216,7 +217,7 @@ async fn drain_events(intake: IntakeHandle, tally: Tally) -> Result<()> {
         loop {
             match stream.next().await {
                 Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => tally.add(1),
-                Some(TokenEvent::Prompt(_)) => {}
+                Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => {}
                 Some(TokenEvent::Finished(_)) => break,
                 Some(TokenEvent::Failed(error)) => return Err(error.into()),
                 None => return Err(RequestError::EngineGone.into()),
@@ -277,35 +278,33 @@ async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
         rows: scheduler.token_budget + scheduler.slots,
         logit_rows: scheduler.slots,
         positions: CONTEXT,
+        source_positions: 0,
         page_positions: config.kv.page_positions,
         top_logprobs: TOP_LOGPROBS,
         biases: BIASES,
         vocab: VOCAB,
+        hidden: 0,
     };
     let kv = KvPlan { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };
     let model = ModelInfo {
         name: NAME.to_owned(),
+        kind: Kind::Decoder,
+        endpoints: vec!["/v1/chat/completions", "/v1/completions"],
+        has_head: true,
         context: CONTEXT,
         longest: CONTEXT,
+        source_context: 0,
         choices_max: scheduler.slots + scheduler.max_waiting,
         vocab: VOCAB,
         eos: Vec::new(),
         defaults: SamplingDefaults::default(),
+        conventions: Conventions::Decoder,
         chat: None,
         created: 0,
     };
     let factory: Factory = Box::new(move || Ok(Box::new(FakeExecutor::new(WORDS.collect(), limits))));
-    let setup = EngineSetup { scheduler, limits, kv, model, unserved: Vec::new() };
+    let setup = EngineSetup { scheduler, limits, kv, model, unserved: Vec::new(), caution: None };
     super::start(setup, Arc::new(Tokenizer::bytes(VOCAB)?), factory).await
-}
-
-fn parts(engine: &Engine) -> ServeParts {
-    ServeParts {
-        intake: engine.intake.clone(),
-        status: engine.status.clone(),
-        tokenizer: engine.tokenizer.clone(),
-        model: engine.model.clone(),
-    }
 }
 
 /// Any free port of this machine, without keys and TLS.

@@ -9,10 +9,11 @@ use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
 use crate::cli::start::{factory, fetched_aside, open};
 use crate::cli::words;
 use crate::config::{Config, DeviceKind};
+use crate::model::spec::Kind;
 use crate::model::{ModelRef, ModelSource};
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::text::Tokenizer;
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use indicatif::ProgressBar;
 use mainstem_kernels::random::philox;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ pub async fn measure(
     config.model = fetched_aside(config.model, config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
     let (source, tokenizer) = open(&model, config.model.spec.as_deref())?;
+    check_kind(&source)?;
     report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
     let context = config.kv.max_context.unwrap_or(source.spec.context);
     let tests = asked.tests(&mut config, context, &mut report.notes)?;
@@ -66,6 +68,16 @@ pub async fn measure(
     Ok(())
 }
 
+/// Refuses a model that the tests are not made for, before it is loaded.
+fn check_kind(source: &ModelSource) -> Result<()> {
+    let kind = match source.spec.kind {
+        Kind::Decoder => return Ok(()),
+        Kind::Encoder => "an encoder",
+        Kind::EncoderDecoder => "an encoder-decoder",
+    };
+    bail!("{} is {kind}, and the tests are for decoders alone", source.name())
+}
+
 /// A cache whose size is given in bytes may be too small too, and then sequences would wait for each other.
 fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
     let needed = tests.iter().map(|test| test.pages(setup.limits.page_positions)).max().unwrap_or(0);
@@ -79,7 +91,9 @@ fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
 /// Weights that each step reads, however few its rows: all but an embedding that is not the head too.
 fn bytes_per_step(source: &ModelSource) -> usize {
     let (spec, checkpoint) = (&source.spec, &source.checkpoint);
-    let looked_up = if spec.tied_head { None } else { checkpoint.tensor(&spec.tensors.embedding) };
+    let stack = spec.last_stack();
+    let is_read = stack.head.as_ref().is_some_and(|head| head.tied);
+    let looked_up = if is_read { None } else { checkpoint.tensor(&stack.embedding.table.name) };
     checkpoint.total_bytes() - looked_up.map_or(0, |embedding| embedding.bytes_len())
 }
 
@@ -133,7 +147,7 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
     loop {
         match stream.next().await {
             Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => times.push(stream.made_at()),
-            Some(TokenEvent::Prompt(_)) => {}
+            Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => {}
             Some(TokenEvent::Finished(_)) => return Ok(times),
             Some(TokenEvent::Failed(error)) => return Err(error),
             None => return Err(RequestError::EngineGone),
@@ -186,7 +200,8 @@ mod tests {
             |name| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
         let (tied, own) = (source(fixture("tied")), source(fixture("mha")));
         assert_eq!(bytes_per_step(&tied), tied.checkpoint.total_bytes());
-        let embedding = own.checkpoint.tensor(&own.spec.tensors.embedding).unwrap().bytes_len();
+        let embedding =
+            own.checkpoint.tensor(&own.spec.last_stack().embedding.table.name).unwrap().bytes_len();
         assert_eq!(bytes_per_step(&own), own.checkpoint.total_bytes() - embedding);
     }
 }

@@ -7,7 +7,7 @@
 use super::{Inspection, SpecificationValue, Tensor};
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -86,6 +86,11 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     let files = inspection.files.iter().map(|file| file_name(file));
     rows.extend(files.map(|name| row(["file", &name])));
     rows.extend([row(["end tokens", &end]), row(["sampling", &sampling])]);
+    let said = inspection.conventions.iter().filter(|(_, value)| !value.is_null());
+    let said: Vec<String> = said.map(|(key, value)| format!("{key} {}", plain(value))).collect();
+    if !said.is_empty() {
+        rows.push(row(["conventions", &said.join(", ")]));
+    }
     rows.extend(inspection.unserved.iter().map(|unserved| row(["not served", &setting(unserved)])));
     rows.push(row(["tokenizer", tokenizer]));
     rows
@@ -101,22 +106,50 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
         a.head_dim,
         biased(a.attention_bias)
     );
-    let positions =
-        format!("rotary, {} of {} dimensions, theta {}", plain(&a.rope_style), a.rope_dims, a.rope_theta);
-    vec![
+    let mlp = format!("{} {}, width {}{}", a.mlp, plain(&a.activation), a.mlp_width, biased(a.mlp_bias));
+    let head = match a.tied_head {
+        Some(true) => "tied: the embedding's matrix",
+        Some(false) => "a matrix of its own",
+        None => "none",
+    };
+    let layers = match a.encoder_layers {
+        0 => a.layers.to_string(),
+        before => format!("{before} of the encoder, {} of the decoder", a.layers),
+    };
+    let mut rows = vec![
         row(["family", &a.family.join(", ")]),
+        row(["kind", &plain(&json!(a.kind)).replace('_', "-")]),
+        row(["serves", &a.serves.join(", ")]),
         row(["parameters", &HumanCount(a.parameters as u64).to_string()]),
-        row(["layers", &a.layers.to_string()]),
+        row(["layers", &layers]),
         row(["hidden", &a.hidden.to_string()]),
         row(["attention", &attention]),
-        row(["MLP", &format!("gated {}, width {}{}", plain(&a.activation), a.mlp_width, biased(a.mlp_bias))]),
-        row(["norm", &format!("{}, epsilon {}", plain(&a.norm), a.norm_eps)]),
-        row(["positions", &positions]),
-        row(["  scaling", &plain(&a.rope_scaling)]),
-        row(["vocabulary", &a.vocab.to_string()]),
-        row(["context", &a.context.to_string()]),
-        row(["head", if a.tied_head { "tied: the embedding's matrix" } else { "a matrix of its own" }]),
-    ]
+        row(["MLP", &mlp]),
+    ];
+    if a.experts > 0 {
+        let experts = format!("{}, {} for each token", a.experts, a.experts_per_token);
+        rows.push(row(["experts", &experts]));
+    }
+    rows.push(row(["norm", &format!("{}, epsilon {}", plain(&a.norm), plain(&a.norm_eps))]));
+    rows.push(row(["positions", &positions(inspection)]));
+    if !a.rope_scaling.is_null() {
+        rows.push(row(["  scaling", &plain(&a.rope_scaling)]));
+    }
+    rows.push(row(["vocabulary", &a.vocab.to_string()]));
+    rows.push(row(["context", &a.context.to_string()]));
+    if a.source_context > 0 {
+        rows.push(row(["source", &format!("{} tokens", a.source_context)]));
+    }
+    rows.push(row(["head", head]));
+    rows
+}
+
+fn positions(inspection: &Inspection) -> String {
+    let a = &inspection.architecture;
+    if a.rope_theta.is_null() {
+        return if a.positions.is_null() { "none".to_owned() } else { plain(&a.positions) };
+    }
+    format!("rotary, {} of {} dimensions, theta {}", plain(&a.rope_style), a.rope_dims, plain(&a.rope_theta))
 }
 
 fn specification_row(value: &SpecificationValue) -> Row {
@@ -125,11 +158,34 @@ fn specification_row(value: &SpecificationValue) -> Row {
         "specification" => "written in the specification".to_owned(),
         "config" => format!("key {by}"),
         "default" => format!("the specification's default, for there is no key {by}"),
-        "derived" => format!("derived: {by}"),
+        "derived" | "formula" => format!("{}: {by}", value.origin),
         _ => "the format's default".to_owned(),
     };
     // The details of a compound value are in the architecture.
-    row([value.key, &plain(value.value.get("kind").unwrap_or(&value.value)), &origin])
+    let key = match value.layers.as_slice() {
+        [] => value.key.clone(),
+        layers => format!("{} ({})", value.key, some_layers(layers)),
+    };
+    row([&key, &plain(value.value.get("kind").unwrap_or(&value.value)), &origin])
+}
+
+/// Layers, runs of them by their ends.
+fn some_layers(layers: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for layer in layers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == *layer => *last = *layer,
+            _ => runs.push((*layer, *layer)),
+        }
+    }
+    const SHOWN: usize = 3;
+    let shown = runs.iter().take(SHOWN).map(|(first, last)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    });
+    let more = if runs.len() > SHOWN { " …" } else { "" };
+    let word = if layers.len() == 1 { "layer" } else { "layers" };
+    format!("{word} {}{more}", shown.collect::<Vec<_>>().join(", "))
 }
 
 /// One row for each name pattern and type; tensors keep their order.

@@ -5,7 +5,7 @@
 
 use super::settings::Settings;
 use super::sse::Parser;
-use super::transport::{Failure, Reply, Transport};
+use super::transport::{Failure, NoChat, Reply, Transport};
 use actix_web::web::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::LocalBoxStream;
@@ -94,14 +94,11 @@ impl Client {
         Ok(Answer::new(reply, pace))
     }
 
-    /// Whether `failure` says that the model cannot chat. If so, it is asked for plain completions from now
-    /// on.
-    pub fn falls_back(&mut self, failure: &Failure) -> bool {
-        let falls_back = self.dialect == Dialect::Chat && failure.is_without_template();
-        if falls_back {
-            self.dialect = Dialect::Raw;
-        }
-        falls_back
+    /// Why the model cannot chat, if `failure` says so. It is asked for plain completions from then on.
+    pub fn falls_back(&mut self, failure: &Failure) -> Option<NoChat> {
+        let why = failure.no_chat().filter(|_| self.dialect == Dialect::Chat)?;
+        self.dialect = Dialect::Raw;
+        Some(why)
     }
 
     fn body(&self, dialog: &Dialog) -> Value {

@@ -3,7 +3,7 @@
 //! Invariant: an interruption ends the answer and nothing else; what came before it is kept.
 
 use super::client::{Chunk, Client, Dialog};
-use super::transport::Failure;
+use super::transport::{Failure, NoChat};
 use futures_util::future::LocalBoxFuture;
 use std::io;
 use tokio::select;
@@ -20,8 +20,17 @@ pub trait Screen {
     fn interrupted(&mut self) -> LocalBoxFuture<'_, ()>;
 }
 
-const WITHOUT_TEMPLATE: &str =
-    "the model has no chat template: it continues each prompt as it stands and knows of nothing before it";
+/// What the user is told of a model that does not chat.
+fn note_of(why: NoChat) -> &'static str {
+    match why {
+        NoChat::NoTemplate => {
+            "the model has no chat template: it continues each prompt as it stands and knows of nothing before it"
+        }
+        NoChat::ReadsSources => {
+            "the model reads each prompt as a source, which it answers, and knows of nothing before it"
+        }
+    }
+}
 
 /// What came of a question.
 #[derive(Debug)]
@@ -49,11 +58,13 @@ pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Scree
     let mut answer = loop {
         let ending = match unless(screen.interrupted(), client.ask(dialog)).await {
             Some(Ok(answer)) => break answer,
-            Some(Err(failure)) if client.falls_back(&failure) => {
-                screen.note(WITHOUT_TEMPLATE);
-                continue;
-            }
-            Some(Err(failure)) => Ending::Failed(failure),
+            Some(Err(failure)) => match client.falls_back(&failure) {
+                Some(why) => {
+                    screen.note(note_of(why));
+                    continue;
+                }
+                None => Ending::Failed(failure),
+            },
             None => Ending::Interrupted,
         };
         return Ok(Outcome { text, ending, stats: None });

@@ -26,10 +26,11 @@ pub mod terminal;
 pub use args::RunArgs;
 
 use super::{escape, spinner, start};
+use crate::actors::{Kind, ModelInfo};
 use crate::server::{Local, ServeParts};
 use crate::telemetry;
 use actix_web::rt::System;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use args::{Plan, Target, Task};
 use chat::Chat;
 use client::{Client, Dialog};
@@ -86,11 +87,24 @@ async fn connect(target: Target) -> Result<(Box<dyn Transport>, String)> {
             Ok((Box::new(server), model))
         }
         Target::Local(config) => {
-            let engine = start::engine(&config).await?;
+            let prepared = start::prepare(&config).await?;
+            check_kind(&prepared.setup.model)?;
+            let engine = prepared.start().await?;
             let name = engine.model.name.clone();
             Ok((Box::new(Local::new(ServeParts::from(&engine), config.server)), name))
         }
     }
+}
+
+/// Refuses a model that makes no text, before it is loaded.
+fn check_kind(model: &ModelInfo) -> Result<()> {
+    let endpoints = model.endpoints.join(" and ");
+    ensure!(
+        model.kind != Kind::Encoder,
+        "{} is an encoder and makes no text: `mainstem serve` answers {endpoints} with it",
+        model.name
+    );
+    Ok(())
 }
 
 async fn one_answer(

@@ -26,6 +26,14 @@ pub enum Reply {
     Events(LocalBoxStream<'static, Result<Bytes, Failure>>),
 }
 
+/// Why a model can complete, and not chat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoChat {
+    NoTemplate,
+    /// An encoder reads what it answers.
+    ReadsSources,
+}
+
 /// Why there is no answer, or no more of it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{message}")]
@@ -49,12 +57,18 @@ impl Failure {
         Failure { body: Some(body), ..Failure::new(message) }
     }
 
-    /// Whether it says that the model cannot chat. Servers have a common code for it no more than a common
+    /// Why the model cannot chat, if that is what it says. Servers have a common code for it no more than a common
     /// text.
-    pub fn is_without_template(&self) -> bool {
+    pub fn no_chat(&self) -> Option<NoChat> {
         let code = self.body.as_ref().and_then(|body| body["error"]["code"].as_str());
         let texts = ["no chat template", "must provide a chat template"];
-        code == Some("no_chat_template") || texts.iter().any(|text| self.message.contains(text))
+        match code {
+            Some("wrong_endpoint") => {
+                self.message.contains("/v1/completions").then_some(NoChat::ReadsSources)
+            }
+            Some("no_chat_template") => Some(NoChat::NoTemplate),
+            _ => texts.iter().any(|text| self.message.contains(text)).then_some(NoChat::NoTemplate),
+        }
     }
 }
 

@@ -1,13 +1,15 @@
 //! The cache and attention over it, against the oracle.
 
 use super::Bounds;
+use super::heads::*;
 use super::inputs::*;
+use super::pieces::*;
 use super::rig::*;
-use crate::backend::{AttentionShape, Backend, KvLayer, KvLayout};
+use crate::backend::KvLayout;
+use crate::backend::{Backend, KvTable, Mask};
 use crate::batch::{PageCopy, StepBatch, TableUpdate, Want};
 use crate::quant::QuantType;
 use crate::reference::Reference;
-use std::fmt::Arguments;
 
 /// Attention of every head shape and cache type, over mixed spans and scattered pages.
 pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
@@ -28,27 +30,78 @@ pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
+/// Attention of every mask, cap and bias, through every table, beside spans of other sequences and of both stacks.
+pub fn attention_looks<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let turns = [
+        vec![Piece::source(0), Piece::source(3), Piece::given(0, 0, 37), Piece::given(2, 0, 5)],
+        vec![Piece::source(1), Piece::given(0, 37, 60), Piece::sink(5), Piece::given(1, 0, 33)],
+        vec![Piece::given(2, 5, 1), Piece::last(0, 97), Piece::given(1, 33, 44), Piece::given(3, 0, 2)],
+    ];
+    for (page, page_positions) in PAGE_POSITIONS.into_iter().enumerate() {
+        let (device, oracle) = &mut rigs(make, page_positions);
+        for (i, look) in looks().into_iter().enumerate() {
+            let shapes = [(1, 3, 10, 8), (2, 8, 64, 80), (2, 2, 12, 33)];
+            let (kv_heads, heads, k_dim, v_dim) = shapes[(i + page) % 3];
+            for ty in QuantType::unblocked() {
+                let case = Heads { ty, kv_heads, heads, k_dim, v_dim, scale: 0.7, look };
+                let got = case.on(device, &turns, Book::scattered(page_positions));
+                let want = case.on(oracle, &turns, Book::scattered(page_positions));
+                assert_eq!(got.len(), want.len(), "{case:?}: rows");
+                case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);
+            }
+        }
+    }
+}
+
+/// An encoder's rows see the same whoever is encoded beside them, and wherever in the scratch cache they lie.
+pub fn scratch_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for look in looks().into_iter().filter(|look| look.table == KvTable::Scratch) {
+        for ty in QuantType::unblocked() {
+            let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 64, v_dim: 64, scale: 0.3, look };
+            let mut rig = Rig::new(make(), limits(32));
+            let mut on = |pieces: &[Piece]| case.on(&mut rig, &[pieces.to_vec()], Book::scattered(32));
+            let mut alone = Answers::new();
+            for slot in [0, 1, 3] {
+                alone.extend(on(&[Piece::source(slot)]));
+            }
+            let all = [Piece::source(3), Piece::source(1), Piece::source(0), Piece::given(2, 0, 20)];
+            let got = on(&all);
+            assert_eq!(got.len(), alone.len(), "rows of all sources");
+            same_answers(format_args!("{case:?}, sources in company"), &got, &alone, bounds);
+        }
+    }
+}
+
 /// Attention over hundreds of positions: near the oracle, and the same however the prompt is cut and paged.
 pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for ty in QuantType::all().filter(|ty| ty.bytes(64).is_some()) {
-        let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 64, v_dim: 64, scale: 1.0 };
-        let mut oracle = Rig::new(Reference::new(), limits(64));
-        let want = case.on(&mut oracle, &chunks(450, 150), Book::scattered(64));
-        let mut first: Option<Answers> = None;
-        for (page_positions, chunk) in [(32, 150), (64, 90), (128, 64), (64, 17), (32, 1)] {
-            let mut device = Rig::new(make(), limits(page_positions));
-            let got = case.on(&mut device, &chunks(450, chunk), Book::scattered(page_positions));
-            let what = format_args!("{case:?}, chunks of {chunk}, pages of {page_positions}");
-            case.close(what, &got, &want, bounds);
-            same_answers(what, &got, first.get_or_insert_with(|| got.clone()), bounds);
+    let causal = |window| Look { mask: Mask::Causal { window }, ..Look::PLAIN };
+    let windowed = Look { softcap: Some(4.0), reach: Some(80), ..causal(Some(77)) };
+    for (i, ty) in QuantType::unblocked().enumerate() {
+        for look in [Look::PLAIN, windowed, causal(Some([33, 100, 300][i % 3]))] {
+            let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 64, v_dim: 64, scale: 1.0, look };
+            long(&case, make, bounds);
         }
+    }
+}
+
+fn long<B: Backend>(case: &Heads, make: &impl Fn() -> B, bounds: &Bounds) {
+    let mut oracle = Rig::new(Reference::new(), limits(64));
+    let want = case.on(&mut oracle, &chunks(450, 150), Book::scattered(64));
+    let mut first: Option<Answers> = None;
+    for (page_positions, chunk) in [(32, 150), (64, 90), (128, 64), (64, 17), (32, 1)] {
+        let mut device = Rig::new(make(), limits(page_positions));
+        let got = case.on(&mut device, &chunks(450, chunk), Book::scattered(page_positions));
+        let what = format_args!("{case:?}, chunks of {chunk}, pages of {page_positions}");
+        case.close(what, &got, &want, bounds);
+        same_answers(what, &got, first.get_or_insert_with(|| got.clone()), bounds);
     }
 }
 
 /// A copied page reads like the one it was copied from, which stays as it was.
 pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for ty in QuantType::all().filter(|ty| ty.bytes(64).is_some()) {
-        let case = Heads { ty, kv_heads: 2, heads: 2, k_dim: 64, v_dim: 64, scale: 0.5 };
+    for ty in QuantType::unblocked() {
+        let look = Look::PLAIN;
+        let case = Heads { ty, kv_heads: 2, heads: 2, k_dim: 64, v_dim: 64, scale: 0.5, look };
         let turns = [vec![Piece::given(0, 0, 64)], vec![Piece::last(0, 64)]];
         let (device, oracle) = &mut rigs(make, 32);
         let want = case.on(oracle, &turns, Book::contiguous(32));
@@ -58,7 +111,8 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         case.turn(device, &mut cache, &turns[0], &mut book, &mut Answers::new());
         let copied = [40, 7];
         let copies = [0, 1].map(|i| PageCopy { from: book.held[0][i], to: copied[i] });
-        let tables = [0, 1].map(|i| TableUpdate { slot: 1, index: i, page: copied[i as usize] }).to_vec();
+        let entry = |index| TableUpdate { slot: 1, table: KvTable::Own, index, page: copied[index as usize] };
+        let tables = [0, 1].map(entry).to_vec();
         let batch = batch_of(&[Piece::sink(7)], Want::None, &mut book);
         device.begin(StepBatch { tables, copies: copies.to_vec(), ..batch });
         device.backend.copy_pages(&copies, &mut cache);
@@ -73,83 +127,52 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Heads {
-    ty: QuantType,
-    kv_heads: usize,
-    heads: usize,
-    k_dim: usize,
-    v_dim: usize,
-    scale: f32,
-}
-
 fn head_cases() -> impl Iterator<Item = Heads> {
     let square = HEAD_DIMS.map(|dim| (dim, dim)).into_iter().chain([(12, 8), (64, 80)]);
     let shapes = square.flat_map(|dims| KV_HEADS.map(|kv_heads| GROUPS.map(|group| (dims, kv_heads, group))));
-    let cases = shapes.flatten().flat_map(|shape| QuantType::all().map(move |ty| (shape, ty)));
-    let cases = cases.map(|(((k_dim, v_dim), kv_heads, group), ty)| {
+    let cases = shapes.flatten().flat_map(|shape| QuantType::unblocked().map(move |ty| (shape, ty)));
+    cases.map(|(((k_dim, v_dim), kv_heads, group), ty)| {
         let scale = if kv_heads == 3 { 1.0 } else { (k_dim as f32).sqrt().recip() };
-        Heads { ty, kv_heads, heads: kv_heads * group, k_dim, v_dim, scale }
-    });
-    cases.filter(|case| case.ty.bytes(case.k_dim).is_some() && case.ty.bytes(case.v_dim).is_some())
+        Heads { ty, kv_heads, heads: kv_heads * group, k_dim, v_dim, scale, look: Look::PLAIN }
+    })
 }
 
-impl Heads {
-    fn cache<B: Backend>(&self, rig: &mut Rig<B>) -> KvLayer<B::Buf> {
-        let Heads { ty, kv_heads, k_dim, v_dim, .. } = *self;
-        rig.cache(KvLayout {
-            ty,
-            pages: POOL,
-            page_positions: rig.limits.page_positions,
-            kv_heads,
-            k_dim,
-            v_dim,
-        })
-    }
-
-    /// Every row's attention, over a fresh cache.
-    fn on<B: Backend>(&self, rig: &mut Rig<B>, turns: &[Vec<Piece>], mut book: Book) -> Answers {
-        let mut cache = self.cache(rig);
-        let mut answers = Answers::new();
-        for pieces in turns {
-            self.turn(rig, &mut cache, pieces, &mut book, &mut answers);
-        }
-        answers
-    }
-
-    /// One step. K, V and Q of a row follow from its sequence and position alone.
-    fn turn<B: Backend>(
-        &self,
-        rig: &mut Rig<B>,
-        cache: &mut KvLayer<B::Buf>,
-        pieces: &[Piece],
-        book: &mut Book,
-        answers: &mut Answers,
-    ) {
-        let rows: Vec<(u32, usize)> = pieces.iter().flat_map(Piece::rows).collect();
-        let input = |tag: u32, width: usize| -> Vec<f32> {
-            rows.iter()
-                .flat_map(|(sequence, p)| noise(tag + 1000 * sequence + 10 * *p as u32, width))
-                .collect()
-        };
-        let widths = [self.heads * self.k_dim, self.kv_heads * self.k_dim, self.kv_heads * self.v_dim];
-        let [q, k, v] = [0, 1, 2].map(|i| rig.put(&input(100_000 + i as u32, widths[i])));
-        rig.begin(batch_of(pieces, Want::None, book));
-        rig.backend.store_kv(&k, &v, cache);
-        let width = self.heads * self.v_dim;
-        let mut out = rig.output(rows.len() * width);
-        let shape = AttentionShape { heads: self.heads, scale: self.scale };
-        rig.backend.attention(&shape, &q, cache, &mut out);
-        let out = rig.read(&out, rows.len() * width, format_args!("{self:?} over {pieces:?}"));
-        answers.extend(rows.into_iter().zip(out.chunks_exact(width).map(<[f32]>::to_vec)));
-    }
-
-    /// Inputs are at most 1: so is the sum of weighted values, and `scale * k_dim` bounds a score.
-    fn close(&self, what: Arguments, got: &Answers, want: &Answers, bounds: &Bounds) {
-        let magnitude = 1.0 + self.scale * self.k_dim as f32;
-        for ((sequence, position), got) in got {
-            let what = format_args!("{what}, sequence {sequence}, position {position}");
-            close(what, got, &want[&(*sequence, *position)], (bounds.attention)(self.ty), |_| magnitude);
+/// A cache of blocks is refused, by the name of its type.
+pub fn cache_types<B: Backend>(make: &impl Fn() -> B) {
+    let layout =
+        KvLayout { ty: QuantType::F32, pages: 2, page_positions: 32, kv_heads: 1, k_dim: 64, v_dim: 64 };
+    for ty in QuantType::all() {
+        match make().alloc_kv(KvLayout { ty, ..layout }) {
+            Ok(_) => assert!(!ty.is_blocked(), "a cache of {ty} was made"),
+            Err(error) => assert!(ty.is_blocked() && error.to_string().contains(ty.name()), "{ty}: {error}"),
         }
     }
+}
+
+/// Windows within a block, of one, and over several; weak and strong caps; tables that reach every distance, and just
+/// those that the window lets see.
+fn looks() -> Vec<Look> {
+    let own = |window| Look { mask: Mask::Causal { window }, ..Look::PLAIN };
+    let scratch = |mask| Look { mask, table: KvTable::Scratch, ..Look::PLAIN };
+    let cross = |window| Look { mask: Mask::Whole { window }, table: KvTable::Cross, ..Look::PLAIN };
+    let whole = |window| Mask::Whole { window };
+    let mut looks = Vec::from([1, 5, 31, 32, 33, 64].map(|window| own(Some(window))));
+    looks.extend([
+        Look { softcap: Some(0.8), ..own(None) },
+        Look { softcap: Some(30.0), ..own(Some(20)) },
+        Look { reach: Some(512), ..own(None) },
+        Look { reach: Some(40), ..own(Some(40)) },
+        Look { softcap: Some(2.0), reach: Some(100), ..own(Some(50)) },
+    ]);
+    looks.extend([scratch(whole(None)), scratch(Mask::Causal { window: None })]);
+    looks.extend([0, 3, 32, 45].map(|window| scratch(whole(Some(window)))));
+    looks.extend([
+        Look { reach: Some(70), ..scratch(whole(None)) },
+        Look { softcap: Some(1.5), reach: Some(10), ..scratch(whole(Some(9))) },
+        cross(None),
+        cross(Some(0)),
+        cross(Some(20)),
+        Look { softcap: Some(2.0), reach: Some(128), ..cross(None) },
+    ]);
+    looks
 }

@@ -19,14 +19,26 @@ pub(super) const POOL: usize = 64;
 pub(super) fn limits(page_positions: usize) -> StepLimits {
     StepLimits {
         slots: 8,
-        rows: 160,
+        rows: 320,
         logit_rows: 8,
         positions: 512,
+        source_positions: 128,
         page_positions,
         top_logprobs: 8,
         biases: 64,
         vocab: 57,
+        hidden: 64,
     }
+}
+
+/// Tokens that a sequence has room for.
+pub(super) fn reserved(sequence: u32) -> usize {
+    [100, 300, 150, 500][sequence as usize % 4]
+}
+
+/// Tokens of a sequence's source.
+pub(super) fn source_len(sequence: u32) -> usize {
+    [45, 70, 0, 33][sequence as usize % 4]
 }
 
 /// The token of a sequence at a position; below every test's vocabulary.
@@ -47,6 +59,18 @@ pub fn noise(tag: u32, n: usize) -> Vec<f32> {
 
 pub(super) fn scaled(tag: u32, n: usize, factor: f32) -> Vec<f32> {
     noise(tag, n).into_iter().map(|v| v * factor).collect()
+}
+
+/// The width, or the next one that is whole blocks of the type.
+pub(super) fn whole(ty: QuantType, width: usize) -> usize {
+    width.next_multiple_of(ty.row().block_elements)
+}
+
+/// The widths that the type can have, each once.
+pub(super) fn widths(ty: QuantType) -> Vec<usize> {
+    let mut widths = WIDTHS.map(|width| whole(ty, width)).to_vec();
+    widths.dedup();
+    widths
 }
 
 pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {

@@ -6,25 +6,44 @@
 //! Invariant: the suite knows a backend by its trait only, never by the layout of its memory.
 
 mod inputs;
+mod pieces;
 mod rig;
 
+mod elementwise;
+mod matmul;
+mod moe;
+mod norm;
+mod rope;
+mod state;
+
 mod attention;
-mod operations;
+mod heads;
+
 mod sampling;
 
+mod family;
 mod properties;
+mod tiny;
 
-pub use attention::{attention, attention_long, copy_pages};
+pub use attention::{attention, attention_long, attention_looks, cache_types, copy_pages, scratch_company};
+pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use inputs::noise;
-pub use operations::{
-    activate, add_and_reduce, buffers, embed, gather, matmul, matmul_company, norm, rope, slot_state,
-};
-pub use properties::{chunking, company, moves, paging, stale_pages};
+pub use matmul::{matmul, matmul_company};
+pub use moe::{moe, moe_company, moe_preparation};
+pub use norm::norm;
+pub use properties::{chunking, company, moves, paging, stale_pages, wants};
+pub use rope::{angles, rope};
 pub use sampling::sample;
+pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
 
 use crate::backend::Backend;
 use crate::quant::QuantType;
-use properties::{Tiny, mixed_load};
+use elementwise::{ACTIVATIONS, activate_on};
+use family::Family;
+use inputs::{limits, scaled};
+use properties::mixed_load;
+use rig::Rig;
+use tiny::Tiny;
 
 /// How far a backend may be from the oracle, relative to the magnitude of the terms it sums.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +52,9 @@ pub struct Bounds {
     pub matmul: fn(QuantType) -> f32,
     /// Of attention, by the cache's type; errors of the scores are scaled by the scores' largest magnitude.
     pub attention: fn(QuantType) -> f32,
-    /// Of norms, rotations, activations and log-probabilities.
+    /// Of norms, rotations, activations and log-probabilities. An activation that is made of a power of e is bounded
+    /// relative to its result times what the power's exponent counts: its rounding is one of the result, as often as it
+    /// is large.
     pub elementwise: f32,
     /// Between a backend's own results for one row in different company. 0 asks for the same bits.
     pub company: f32,
@@ -50,16 +71,27 @@ pub fn run<B: Backend>(make: impl Fn() -> B, bounds: Bounds) {
     let (make, bounds) = (&make, &bounds);
     buffers(make);
     slot_state(make);
-    embed(make);
     gather(make);
-    add_and_reduce(make);
+    samples_by_stack(make);
+    hidden(make);
+    embed(make);
+    embed_positions(make);
+    sums(make, bounds);
+    caps_and_gates(make, bounds);
     activate(make, bounds);
     norm(make, bounds);
+    angles(make, bounds);
     rope(make, bounds);
     matmul(make, bounds);
     matmul_company(make, bounds);
+    moe(make, bounds);
+    moe_company(make, bounds);
+    moe_preparation(make, bounds);
     attention(make, bounds);
+    attention_looks(make, bounds);
+    cache_types(make);
     attention_long(make, bounds);
+    scratch_company(make, bounds);
     copy_pages(make, bounds);
     sample(make, bounds);
     company(make, bounds);
@@ -67,15 +99,21 @@ pub fn run<B: Backend>(make: impl Fn() -> B, bounds: Bounds) {
     moves(make, bounds);
     paging(make, bounds);
     stale_pages(make, bounds);
+    wants(make, bounds);
 }
 
-/// The bits of all rows' results of a small model under a mixed load, for every number format: what must not
-/// differ between two backends that promise the same arithmetic, such as thread counts.
+/// The bits of all rows' results of small models of every family under a mixed load, in every number format, and of
+/// every activation: what must not differ between two backends that promise the same arithmetic, such as thread counts.
 pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
     let mut bits = Vec::new();
-    for ty in QuantType::all() {
-        let answers = Tiny::new(make(), ty, 32).serve(&mixed_load());
+    for case in Family::cases() {
+        let answers = Tiny::new(make(), case, 32).serve(&mixed_load(case.0));
         bits.extend(answers.values().flatten().map(|value| value.to_bits()));
+    }
+    let mut rig = Rig::new(make(), limits(32));
+    for act in ACTIVATIONS {
+        let activated = activate_on(&mut rig, 64, act, &scaled(21, 64 * 300, 6.0), None);
+        bits.extend(activated.iter().map(|value| value.to_bits()));
     }
     bits
 }

@@ -1,11 +1,9 @@
 //! A backend with its slots made, and batches for it.
 
 use super::inputs::*;
+use super::pieces::*;
 use crate::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
-use crate::batch::{
-    Page, SampleRow, SlotMove, Span, SpanModel, SpanTable, SpanTokens, StepBatch, StepOutput, TableUpdate,
-    Want,
-};
+use crate::batch::{SampleRow, SlotMove, StepBatch, StepOutput, Want};
 use crate::quant::QuantType;
 use crate::reference::Reference;
 use std::collections::BTreeMap;
@@ -13,9 +11,6 @@ use std::fmt::Arguments;
 
 /// Results by sequence and position.
 pub(super) type Answers = BTreeMap<(u32, usize), Vec<f32>>;
-
-/// The sequence that the rows of holes are counted to.
-pub(super) const SINK_SEQUENCE: u32 = 90;
 
 /// Behind the end of every buffer that an operation writes; to be found unchanged.
 pub(super) const GUARD: [f32; 5] = [-1.25e30, 77.0, 3.5, -1e-3, 0.625];
@@ -117,128 +112,25 @@ impl<B: Backend> Rig<B> {
         cache
     }
 
-    /// Angles for every position within the limits.
+    /// Angles for every position within the limits, of one table.
     pub(super) fn rope(&mut self, dims: usize, style: RopeStyle) -> Rope<B::Buf> {
+        self.rope_of(dims, style, &[(usize::MAX, 10_000.0)])
+    }
+
+    /// Angles for every position within the limits, of a table for each reserved length: (bound, base).
+    pub(super) fn rope_of(&mut self, dims: usize, style: RopeStyle, bases: &[(usize, f64)]) -> Rope<B::Buf> {
         let positions = self.limits.positions;
-        let angle = |p: usize, i: usize| p as f64 * 10_000f64.powf(-2.0 * i as f64 / dims as f64);
-        let pair = |p, i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32];
-        let table: Vec<f32> =
-            (0..positions).flat_map(|p| (0..dims / 2).flat_map(move |i| pair(p, i))).collect();
-        Rope { cos_sin: self.constant(&table), positions, dims, style }
+        let table = |base: f64| -> Vec<f32> {
+            let angle = move |p: usize, i: usize| p as f64 * base.powf(-2.0 * i as f64 / dims as f64);
+            let pair = move |p, i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32];
+            (0..positions).flat_map(|p| (0..dims / 2).flat_map(move |i| pair(p, i))).collect()
+        };
+        let tables = bases.iter().map(|(bound, base)| (*bound, self.constant(&table(*base)))).collect();
+        Rope { tables, positions, dims, style, stretch: None }
     }
 }
 
 /// The backend to look at, and the oracle.
 pub(super) fn rigs<B: Backend>(make: &impl Fn() -> B, page_positions: usize) -> (Rig<B>, Rig<Reference>) {
     (Rig::new(make(), limits(page_positions)), Rig::new(Reference::new(), limits(page_positions)))
-}
-
-/// A span of a test's batch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
-    pub(super) sequence: u32,
-    pub(super) slot: u32,
-    pub(super) start: usize,
-    pub(super) len: usize,
-    pub(super) kind: Kind,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Kind {
-    /// Tokens given with the batch.
-    Given,
-    /// The token drawn last in the slot.
-    Last,
-    /// A hole: a row whose result nobody wants.
-    Sink,
-}
-
-impl Piece {
-    /// Tokens of the sequence that has this slot's number.
-    pub(super) fn given(slot: u32, start: usize, len: usize) -> Piece {
-        Piece { sequence: slot, slot, start, len, kind: Kind::Given }
-    }
-
-    pub(super) fn last(slot: u32, start: usize) -> Piece {
-        Piece { sequence: slot, slot, start, len: 1, kind: Kind::Last }
-    }
-
-    pub(super) fn sink(slot: u32) -> Piece {
-        Piece { sequence: SINK_SEQUENCE, slot, start: 0, len: 1, kind: Kind::Sink }
-    }
-
-    /// Sequence and position of each of its rows.
-    pub(super) fn rows(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
-        let Piece { sequence, start, len, .. } = *self;
-        (start..start + len).map(move |position| (sequence, position))
-    }
-}
-
-/// A prompt of `len` tokens of sequence 0, in chunks.
-pub(super) fn chunks(len: usize, chunk: usize) -> Vec<Vec<Piece>> {
-    (0..len).step_by(chunk).map(|start| vec![Piece::given(0, start, chunk.min(len - start))]).collect()
-}
-
-/// Who has which pages.
-#[derive(Clone, Debug)]
-pub(super) struct Book {
-    pub(super) page_positions: usize,
-    /// By slot.
-    pub(super) held: Vec<Vec<Page>>,
-    /// Taken from the end.
-    pub(super) free: Vec<Page>,
-}
-
-impl Book {
-    pub(super) fn contiguous(page_positions: usize) -> Book {
-        Book { page_positions, held: vec![Vec::new(); 8], free: (1..POOL as Page).rev().collect() }
-    }
-
-    /// Every page once, neighbours far apart.
-    pub(super) fn scattered(page_positions: usize) -> Book {
-        let pages = POOL as Page - 1;
-        Book {
-            free: (0..pages).map(|i| 1 + (i * 37 + 11) % pages).collect(),
-            ..Book::contiguous(page_positions)
-        }
-    }
-
-    /// Gives the slot pages for its first `positions`.
-    pub(super) fn cover(&mut self, slot: u32, positions: usize, tables: &mut Vec<TableUpdate>) {
-        let held = &mut self.held[slot as usize];
-        while held.len() * self.page_positions < positions {
-            let page = self.free.pop().expect("the test's pool is large enough");
-            tables.push(TableUpdate { slot, index: held.len() as u32, page });
-            held.push(page);
-        }
-    }
-
-    pub(super) fn apply(&mut self, moves: &[SlotMove]) {
-        for moved in moves {
-            self.held[moved.to as usize] = std::mem::take(&mut self.held[moved.from as usize]);
-        }
-    }
-}
-
-/// The pieces as a batch; with wanted rows, each is drawn greedily.
-pub(super) fn batch_of(pieces: &[Piece], want: Want, book: &mut Book) -> StepBatch {
-    let mut batch = StepBatch::default();
-    for piece in pieces {
-        let (at, len) = (batch.tokens.len() as u32, piece.len as u32);
-        let tokens = match piece.kind {
-            Kind::Given => SpanTokens::Given { at, len },
-            Kind::Last | Kind::Sink => SpanTokens::Last,
-        };
-        if piece.kind == Kind::Given {
-            batch.tokens.extend(piece.rows().map(|(sequence, position)| text(sequence, position)));
-        }
-        let table = if piece.kind == Kind::Sink { SpanTable::Sink } else { SpanTable::Own };
-        if table == SpanTable::Own {
-            book.cover(piece.slot, piece.start + piece.len, &mut batch.tables);
-        }
-        let start = piece.start as u32;
-        batch.spans.push(Span { model: SpanModel::Target, slot: piece.slot, start, tokens, table, want });
-    }
-    batch.samples = vec![SampleRow::GREEDY; batch.wanted_rows().count()];
-    batch
 }

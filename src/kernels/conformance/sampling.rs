@@ -2,6 +2,7 @@
 
 use super::Bounds;
 use super::inputs::*;
+use super::pieces::*;
 use super::rig::*;
 use crate::backend::{Backend, StepLimits};
 use crate::batch::{SampleMode, SampleRow, SampledRow, StepOutput, Want};

@@ -19,7 +19,7 @@
 #![allow(unsafe_code)]
 
 use super::pool::{Parts, Pool};
-use super::simd::{Code, ForCode, Kernel, LANES, Level, Simd, load_part, prefetch, with_code};
+use super::simd::{ForStored, Kernel, LANES, Level, Simd, Stored, prefetch, with_stored};
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
@@ -96,7 +96,7 @@ impl Kernel for Multiply<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        with_code(self.w.ty, Typed { op: self, simd });
+        with_stored(self.w.ty, Typed { op: self, simd });
     }
 }
 
@@ -105,20 +105,21 @@ struct Typed<'a, S> {
     simd: S,
 }
 
-impl<S: Simd> ForCode for Typed<'_, S> {
+impl<S: Simd> ForStored for Typed<'_, S> {
     type Out = ();
 
-    fn run<C: Code>(self) {
+    fn run<W: Stored>(self) {
         let (simd, Multiply { pool, scratch, w, bias, x, y, rows }) = (self.simd, self.op);
         let tiles = Tiles::new(rows, S::TILE_ROWS);
         let steps = w.inp.div_ceil(LANES);
         let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
         pack(pool, &tiles, w.inp, x, packed);
-        let codes = &C::of(&w.buf)[..w.out * w.inp];
-        let product = Product::<C> {
-            w: codes,
+        let pieces = w.inp / W::NUMBERS;
+        let product = Product::<W> {
+            w: &W::pieces(&w.buf)[..w.out * pieces],
             out: w.out,
             inp: w.inp,
+            pieces,
             steps,
             bias,
             x: packed,
@@ -186,11 +187,13 @@ fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
 }
 
 /// One multiplication, as the threads see it.
-struct Product<'a, C: Code> {
-    /// (out, inp).
-    w: &'a [C::Raw],
+struct Product<'a, W: Stored> {
+    /// (out, pieces).
+    w: &'a [W::Piece],
     out: usize,
     inp: usize,
+    /// Pieces of one out's row.
+    pieces: usize,
     /// Vectors of columns.
     steps: usize,
     bias: Option<&'a [f32]>,
@@ -201,7 +204,7 @@ struct Product<'a, C: Code> {
     y: Parts<'a, f32>,
 }
 
-impl<C: Code> Product<'_, C> {
+impl<W: Stored> Product<'_, W> {
     fn rows(&self) -> usize {
         self.x.len() / (self.steps * LANES)
     }
@@ -231,7 +234,7 @@ impl<C: Code> Product<'_, C> {
     fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
         let wanted = match self.rows() * self.out * self.inp <= SMALL {
             true => self.out,
-            false => STREAM_BYTES / (self.inp * size_of::<C::Raw>()).min(STREAM_BYTES),
+            false => STREAM_BYTES / (self.pieces * size_of::<W::Piece>()).min(STREAM_BYTES),
         };
         let outs_each = self.outs_each(pool.threads(), wanted, STREAM_OUTS);
         self.for_outs(pool, outs_each, |_, outs| {
@@ -246,17 +249,17 @@ impl<C: Code> Product<'_, C> {
         let product = self;
         match (S::TILE_OUTS, rows.len()) {
             (_, 0) => {}
-            (2, 1) => simd.call(Stream::<C, 1, 4> { product, rows, outs }),
-            (2, 2) => simd.call(Stream::<C, 2, 2> { product, rows, outs }),
-            (2, 3) => simd.call(Stream::<C, 3, 2> { product, rows, outs }),
-            (3, 1) => simd.call(Stream::<C, 1, 8> { product, rows, outs }),
-            (3, 2) => simd.call(Stream::<C, 2, 8> { product, rows, outs }),
-            (3, 3) => simd.call(Stream::<C, 3, 6> { product, rows, outs }),
-            (3, 4) => simd.call(Stream::<C, 4, 6> { product, rows, outs }),
-            (3, 5) => simd.call(Stream::<C, 5, 4> { product, rows, outs }),
-            (3, 6) => simd.call(Stream::<C, 6, 4> { product, rows, outs }),
-            (3, 7) => simd.call(Stream::<C, 7, 3> { product, rows, outs }),
-            (3, 8) => simd.call(Stream::<C, 8, 3> { product, rows, outs }),
+            (2, 1) => simd.call(Stream::<W, 1, 4> { product, rows, outs }),
+            (2, 2) => simd.call(Stream::<W, 2, 2> { product, rows, outs }),
+            (2, 3) => simd.call(Stream::<W, 3, 2> { product, rows, outs }),
+            (3, 1) => simd.call(Stream::<W, 1, 8> { product, rows, outs }),
+            (3, 2) => simd.call(Stream::<W, 2, 8> { product, rows, outs }),
+            (3, 3) => simd.call(Stream::<W, 3, 6> { product, rows, outs }),
+            (3, 4) => simd.call(Stream::<W, 4, 6> { product, rows, outs }),
+            (3, 5) => simd.call(Stream::<W, 5, 4> { product, rows, outs }),
+            (3, 6) => simd.call(Stream::<W, 6, 4> { product, rows, outs }),
+            (3, 7) => simd.call(Stream::<W, 7, 3> { product, rows, outs }),
+            (3, 8) => simd.call(Stream::<W, 8, 3> { product, rows, outs }),
             (outs, rows) => unreachable!("no tile of {rows} rows and {outs} outs; this is a bug"),
         }
     }
@@ -278,11 +281,16 @@ impl<C: Code> Product<'_, C> {
         });
     }
 
-    /// The codes of vector number `step` of out number `out`, which need not be whole.
+    /// What is stored of out number `out`.
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, out: usize, step: usize) -> S::V {
-        let row = &self.w[out * self.inp..][..self.inp];
-        load_part::<S, C>(simd, &row[step * LANES..self.inp.min((step + 1) * LANES)])
+    fn row(&self, out: usize) -> &[W::Piece] {
+        &self.w[out * self.pieces..][..self.pieces]
+    }
+
+    /// The last vector of out number `out`, which is not whole.
+    #[inline(always)]
+    fn rest<S: Simd>(&self, simd: S, out: usize) -> S::V {
+        W::rest(simd, &self.row(out)[self.inp / LANES * LANES / W::NUMBERS..])
     }
 
     /// y[row][first..] = the sums of the `count` first of O outs, + bias.
@@ -316,13 +324,13 @@ impl<C: Code> Product<'_, C> {
 }
 
 /// A tile of R rows with a run of outs, O at a time, straight from the stored weights.
-struct Stream<'a, C: Code, const R: usize, const O: usize> {
-    product: &'a Product<'a, C>,
+struct Stream<'a, W: Stored, const R: usize, const O: usize> {
+    product: &'a Product<'a, W>,
     rows: Range<usize>,
     outs: Range<usize>,
 }
 
-impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
+impl<W: Stored, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
     type Out = ();
 
     #[inline(always)]
@@ -337,23 +345,22 @@ impl<C: Code, const R: usize, const O: usize> Kernel for Stream<'_, C, R, O> {
             let mut w = [product.w.as_ptr(); O];
             for o in 0..O {
                 outs[o] = (first + o).min(product.out - 1);
-                w[o] = w[o].wrapping_add(outs[o] * product.inp);
+                w[o] = w[o].wrapping_add(outs[o] * product.pieces);
             }
             let mut sums = [[simd.splat(0.0); O]; R];
             for (step, x) in whole.iter().enumerate() {
                 let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
-                    let at = w[o].wrapping_add(step * LANES);
-                    prefetch(at.wrapping_add(O * product.inp));
-                    // SAFETY: 16 codes from `step * LANES` on are within the out's row of `product.w`.
-                    out[o] = C::load(simd, unsafe { &*at.cast::<[C::Raw; LANES]>() });
+                    prefetch(W::address(w[o], step).wrapping_add(O * product.pieces));
+                    // SAFETY: `w[o]` is the out's row of `product.w`, and whole vectors lie within it.
+                    out[o] = unsafe { W::vector(simd, w[o], step) };
                 }
                 add_products(simd, x, &out, &mut sums);
             }
             for x in last {
                 let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
-                    out[o] = product.load(simd, outs[o], whole.len());
+                    out[o] = product.rest(simd, outs[o]);
                 }
                 add_products(simd, x, &out, &mut sums);
             }
@@ -382,8 +389,8 @@ fn add_products<S: Simd, const R: usize, const O: usize>(
 }
 
 /// All rows with a run of outs, through a converted panel.
-struct Panel<'a, C: Code> {
-    product: &'a Product<'a, C>,
+struct Panel<'a, W: Stored> {
+    product: &'a Product<'a, W>,
     outs: Range<usize>,
     /// Converted: (cuts, tiles of outs, steps, O, 16).
     w: &'a mut [f32],
@@ -391,7 +398,7 @@ struct Panel<'a, C: Code> {
     sums: &'a mut [f32],
 }
 
-impl<C: Code> Panel<'_, C> {
+impl<W: Stored> Panel<'_, W> {
     fn run<S: Simd, const O: usize>(mut self, simd: S) {
         let out_tiles = self.outs.len().div_ceil(O);
         for tile in 0..self.product.tiles.count {
@@ -403,7 +410,7 @@ impl<C: Code> Panel<'_, C> {
                     self.multiply::<S, O>(simd, tile, &steps, out_tile);
                 }
             }
-            simd.call(Finish::<C, O> { panel: &self, rows });
+            simd.call(Finish::<W, O> { panel: &self, rows });
         }
     }
 
@@ -420,7 +427,7 @@ impl<C: Code> Panel<'_, C> {
         let w = &mut self.w[at..][..steps.len() * O * LANES];
         if tile == 0 {
             let first = self.outs.start + out_tile * O;
-            simd.call(Convert::<C, O> { product: self.product, first, panel: out_tiles * O, steps, w });
+            simd.call(Convert::<W, O> { product: self.product, first, panel: out_tiles * O, steps, w });
         }
         let rows = self.product.tiles.rows_of(tile);
         let step_len = rows.len() * LANES;
@@ -442,8 +449,8 @@ impl<C: Code> Panel<'_, C> {
 }
 
 /// Converts O outs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the last out.
-struct Convert<'a, C: Code, const O: usize> {
-    product: &'a Product<'a, C>,
+struct Convert<'a, W: Stored, const O: usize> {
+    product: &'a Product<'a, W>,
     first: usize,
     /// Outs of the panel: how far the next one is.
     panel: usize,
@@ -451,7 +458,7 @@ struct Convert<'a, C: Code, const O: usize> {
     w: &'a mut [f32],
 }
 
-impl<C: Code, const O: usize> Kernel for Convert<'_, C, O> {
+impl<W: Stored, const O: usize> Kernel for Convert<'_, W, O> {
     type Out = ();
 
     #[inline(always)]
@@ -460,10 +467,10 @@ impl<C: Code, const O: usize> Kernel for Convert<'_, C, O> {
         let (w, _) = self.w.as_chunks_mut::<LANES>();
         let whole = self.steps.start..self.steps.end.min(product.inp / LANES);
         // What this thread reads next of the same out: the columns after the cut, or, at the end of the
-        // row, the first ones of the next panel.
+        // row, the first ones of the next panel. In pieces.
         let ahead = match self.steps.end < product.steps {
-            true => CUT * LANES,
-            false => self.panel * product.inp - self.steps.start * LANES,
+            true => CUT * LANES / W::NUMBERS,
+            false => self.panel * product.pieces - self.steps.start * LANES / W::NUMBERS,
         };
         for o in 0..O {
             let out = self.first + o;
@@ -473,14 +480,15 @@ impl<C: Code, const O: usize> Kernel for Convert<'_, C, O> {
                 }
                 continue;
             }
-            let row = product.w[out * product.inp..][..product.inp].as_chunks::<LANES>().0;
+            let row = product.row(out).as_ptr();
             for step in whole.clone() {
-                let codes = &row[step];
-                prefetch(codes.as_ptr().wrapping_add(ahead));
-                simd.store(C::load(simd, codes), &mut w[(step - whole.start) * O + o]);
+                prefetch(W::address(row, step).wrapping_add(ahead));
+                // SAFETY: `row` is a whole row, and whole vectors lie within it.
+                let vector = unsafe { W::vector(simd, row, step) };
+                simd.store(vector, &mut w[(step - whole.start) * O + o]);
             }
             if whole.end < self.steps.end {
-                simd.store(product.load(simd, out, whole.end), &mut w[(whole.end - whole.start) * O + o]);
+                simd.store(product.rest(simd, out), &mut w[(whole.end - whole.start) * O + o]);
             }
         }
     }
@@ -523,12 +531,12 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
 }
 
 /// Adds the lanes of the sums of a tile of rows with all outs of the panel, and writes y.
-struct Finish<'a, 'b, C: Code, const O: usize> {
-    panel: &'a Panel<'b, C>,
+struct Finish<'a, 'b, W: Stored, const O: usize> {
+    panel: &'a Panel<'b, W>,
     rows: Range<usize>,
 }
 
-impl<C: Code, const O: usize> Kernel for Finish<'_, '_, C, O> {
+impl<W: Stored, const O: usize> Kernel for Finish<'_, '_, W, O> {
     type Out = ();
 
     #[inline(always)]

@@ -4,21 +4,32 @@
 //! Invariant: what an operation computes depends neither on the number of threads nor, among instruction sets
 //! with fused multiply-add, on the instruction set; and no step allocates.
 
-mod attention;
-mod elementwise;
-mod matmul;
+mod config;
+
 mod pool;
-mod sample;
 mod simd;
 mod step;
 
+mod activation;
+mod attention;
+mod matmul;
+mod moe;
+mod norm;
+mod rope;
+mod rows;
+mod sample;
+
+pub use config::{CpuConfig, Isa};
+
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, KvLayer, KvLayout, Norm, Rope, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, Expert, KvLayer, KvLayout, KvTable, MoeShape, Norm,
+    Rope, StepLimits, Weight,
 };
-use crate::batch::{Page, PageCopy, StepBatch, StepOutput};
+use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::host::HostBuf;
 use crate::quant::QuantType;
 use matmul::MatmulScratch;
+use moe::{MoeScratch, MoeSizes};
 use pool::Pool;
 use sample::SampleScratch;
 use simd::Level;
@@ -28,39 +39,6 @@ use step::Step;
 /// Bytes of a weight that one thread copies at a time.
 const UPLOAD_BYTES: usize = 1 << 22;
 
-/// How to make a [`CpuBackend`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CpuConfig {
-    /// Threads that work on a step, the driving one counted; at least 1.
-    pub threads: usize,
-    pub isa: Isa,
-}
-
-/// An instruction set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Isa {
-    /// The best this CPU has.
-    Auto,
-    /// AVX-512F, with what AVX2 needs.
-    Avx512,
-    /// AVX2, FMA and F16C.
-    Avx2,
-    /// Nothing in particular. Its products are not fused, so its bits differ from the others'.
-    Portable,
-}
-
-impl Isa {
-    /// The name used in configuration and logs.
-    pub fn name(self) -> &'static str {
-        match self {
-            Isa::Auto => "auto",
-            Isa::Avx512 => "avx512",
-            Isa::Avx2 => "avx2",
-            Isa::Portable => "portable",
-        }
-    }
-}
-
 /// The CPU as a device.
 pub struct CpuBackend {
     level: Level,
@@ -69,10 +47,30 @@ pub struct CpuBackend {
     sampling: Option<SampleScratch>,
     matmul: Option<MatmulScratch>,
     attention: Option<HostBuf>,
-    /// What the scratch buffers are made for: rows of a step, the widest weight, the widest head of V.
+    moe: Option<MoeScratch>,
+    sizes: Sizes,
+}
+
+/// What the scratch buffers are made for: rows of a step, the widest weight, the widest head of V, the largest
+/// mixture.
+#[derive(Clone, Copy, Default)]
+struct Sizes {
     rows: usize,
-    inp_max: usize,
-    v_dim_max: usize,
+    inp: usize,
+    v_dim: usize,
+    moe: MoeSizes,
+}
+
+impl Sizes {
+    /// Enough for both.
+    fn max(self, other: Sizes) -> Sizes {
+        Sizes {
+            rows: self.rows.max(other.rows),
+            inp: self.inp.max(other.inp),
+            v_dim: self.v_dim.max(other.v_dim),
+            moe: self.moe.max(other.moe),
+        }
+    }
 }
 
 impl CpuBackend {
@@ -88,9 +86,8 @@ impl CpuBackend {
             sampling: None,
             matmul: None,
             attention: None,
-            rows: 0,
-            inp_max: 0,
-            v_dim_max: 0,
+            moe: None,
+            sizes: Sizes::default(),
         })
     }
 
@@ -98,27 +95,25 @@ impl CpuBackend {
         self.step.as_ref().expect(UNPREPARED)
     }
 
-    /// Makes the scratch of matmul and attention anew, where it has become too small. Before `prepare` has
-    /// told the rows, sizes are only noted.
-    fn grow_scratch(&mut self, rows: usize, inp: usize, v_dim: usize) -> Result<(), DeviceError> {
-        if rows > self.rows || inp > self.inp_max {
-            (self.rows, self.inp_max) = (self.rows.max(rows), self.inp_max.max(inp));
-            self.matmul = None;
-        }
-        if v_dim > self.v_dim_max {
-            self.v_dim_max = v_dim;
-            self.attention = None;
-        }
-        if self.rows == 0 {
+    /// Makes scratch anew where it has become too small. Before `prepare` has told the rows, sizes are only noted.
+    fn grow_scratch(&mut self, to: Sizes) -> Result<(), DeviceError> {
+        let from = self.sizes;
+        let sizes = from.max(to);
+        self.sizes = sizes;
+        if sizes.rows == 0 {
             return Ok(());
         }
-        let threads = self.pool.threads();
-        if self.matmul.is_none() {
-            self.matmul = Some(MatmulScratch::new(self.rows, self.inp_max, threads)?);
+        let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
+        if self.matmul.is_none() || more_rows || sizes.inp > from.inp {
+            self.matmul = Some(MatmulScratch::new(sizes.rows, sizes.inp, threads)?);
         }
-        if self.attention.is_none() {
-            let len = threads * attention::scratch_len(self.v_dim_max);
+        if self.attention.is_none() || sizes.v_dim > from.v_dim {
+            let len = threads * attention::scratch_len(sizes.v_dim);
             self.attention = Some(HostBuf::zeroed(len * size_of::<f32>())?);
+        }
+        let has_moe = sizes.moe != MoeSizes::default();
+        if has_moe && (self.moe.is_none() || more_rows || sizes.moe != from.moe) {
+            self.moe = Some(MoeScratch::new(sizes.rows, sizes.moe)?);
         }
         Ok(())
     }
@@ -159,7 +154,7 @@ impl Backend for CpuBackend {
     ) -> Result<Weight<HostBuf>, DeviceError> {
         let expected = ty.bytes(inp).and_then(|row| row.checked_mul(out));
         assert_eq!(Some(bytes.len()), expected, "{ty} codes of a {out} x {inp} matrix");
-        self.grow_scratch(0, inp, 0)?;
+        self.grow_scratch(Sizes { inp, ..Sizes::default() })?;
         let mut buf = HostBuf::zeroed(bytes.len())?;
         self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
             to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
@@ -168,12 +163,12 @@ impl Backend for CpuBackend {
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        self.grow_scratch(0, 0, layout.v_dim)?;
+        self.grow_scratch(Sizes { v_dim: layout.v_dim, ..Sizes::default() })?;
         attention::alloc_kv(layout)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.grow_scratch(limits.rows.max(limits.logit_rows), 0, 0)?;
+        self.grow_scratch(Sizes { rows: limits.rows.max(limits.logit_rows), ..Sizes::default() })?;
         self.step = Some(Step::new(limits));
         self.sampling = Some(SampleScratch::new(limits, self.pool.threads()));
         Ok(())
@@ -183,13 +178,23 @@ impl Backend for CpuBackend {
         self.step.as_mut().expect(UNPREPARED).begin(batch);
     }
 
+    fn select(&mut self, stack: SpanStack) -> usize {
+        self.step.as_mut().expect(UNPREPARED).select(stack)
+    }
+
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
         attention::copy_pages(copies, cache);
     }
 
     fn embed(&mut self, table: &Weight<HostBuf>, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
-        elementwise::embed(&mut self.pool, step, table, &mut x.f32_mut()[..step.rows.len() * table.inp]);
+        rows::embed(&mut self.pool, step, table, &mut x.f32_mut()[..step.rows().len() * table.inp]);
+    }
+
+    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
+        let step = self.step.as_ref().expect(UNPREPARED);
+        let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
+        rows::embed_positions(&mut self.pool, step, table, offset, x);
     }
 
     fn matmul(
@@ -201,7 +206,7 @@ impl Backend for CpuBackend {
         y: &mut HostBuf,
     ) {
         let scratch = self.matmul.as_mut().expect(UNPREPARED);
-        assert!(rows <= self.rows, "{rows} rows exceed the limits");
+        assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
         let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
         let bias = bias.map(|bias| &bias.f32()[..w.out]);
         matmul::matmul(&mut self.pool, self.level, scratch, w, bias, x, y);
@@ -209,23 +214,39 @@ impl Backend for CpuBackend {
 
     fn norm(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &HostBuf, y: &mut HostBuf) {
         let len = rows * norm.width;
-        elementwise::norm(&mut self.pool, self.level, norm, &x.f32()[..len], &mut y.f32_mut()[..len]);
+        norm::norm_to(&mut self.pool, self.level, norm, &x.f32()[..len], &mut y.f32_mut()[..len]);
     }
 
-    fn rope(&mut self, rope: &Rope<HostBuf>, heads: usize, head_dim: usize, x: &mut HostBuf) {
-        let step = self.step.as_ref().expect(UNPREPARED);
-        let x = &mut x.f32_mut()[..step.rows.len() * heads * head_dim];
-        elementwise::rope(&mut self.pool, step, rope, heads, head_dim, x);
+    fn norm_in_place(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &mut HostBuf) {
+        norm::norm(&mut self.pool, self.level, norm, &mut x.f32_mut()[..rows * norm.width]);
     }
 
-    fn store_kv(&mut self, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
+    fn angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
-        attention::store_kv(&mut self.pool, step, k.f32(), v.f32(), cache);
+        let angles = &mut angles.f32_mut()[..step.rows().len() * rope.dims];
+        rope::angles(&mut self.pool, step, rope, angles);
+    }
+
+    fn rope(
+        &mut self,
+        rope: &Rope<HostBuf>,
+        angles: &HostBuf,
+        heads: usize,
+        head_dim: usize,
+        x: &mut HostBuf,
+    ) {
+        let x = &mut x.f32_mut()[..self.step.as_ref().expect(UNPREPARED).rows().len() * heads * head_dim];
+        rope::rope(&mut self.pool, rope, angles.f32(), heads, head_dim, x);
+    }
+
+    fn store_kv(&mut self, table: KvTable, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
+        let step = self.step.as_ref().expect(UNPREPARED);
+        attention::store_kv(&mut self.pool, step, table, k.f32(), v.f32(), cache);
     }
 
     fn attention(
         &mut self,
-        shape: &AttentionShape,
+        shape: &AttentionShape<HostBuf>,
         q: &HostBuf,
         cache: &KvLayer<HostBuf>,
         out: &mut HostBuf,
@@ -245,11 +266,47 @@ impl Backend for CpuBackend {
         up: Option<&HostBuf>,
     ) {
         let gate = &mut gate.f32_mut()[..rows * width];
-        elementwise::activate(&mut self.pool, self.level, act, width, gate, up.map(HostBuf::f32));
+        activation::activate(&mut self.pool, self.level, act, width, gate, up.map(HostBuf::f32));
     }
 
-    fn add(&mut self, rows: usize, width: usize, x: &mut HostBuf, y: &HostBuf) {
-        elementwise::add(&mut self.pool, width, &mut x.f32_mut()[..rows * width], y.f32());
+    fn add(&mut self, rows: usize, width: usize, factor: f32, x: &mut HostBuf, y: &HostBuf) {
+        rows::add(&mut self.pool, width, factor, &mut x.f32_mut()[..rows * width], y.f32());
+    }
+
+    fn scale(&mut self, rows: usize, width: usize, factor: f32, x: &mut HostBuf) {
+        rows::scale(&mut self.pool, width, factor, &mut x.f32_mut()[..rows * width]);
+    }
+
+    fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut HostBuf) {
+        activation::softcap(&mut self.pool, self.level, width, cap, &mut x.f32_mut()[..rows * width]);
+    }
+
+    fn gate_rows(&mut self, rows: usize, width: usize, gate: &HostBuf, x: &mut HostBuf) {
+        let x = &mut x.f32_mut()[..rows * width];
+        activation::gate_rows(&mut self.pool, self.level, width, &gate.f32()[..rows], x);
+    }
+
+    fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
+        let moe = MoeSizes { experts: shape.experts, top_k: shape.top_k, hidden, width: shape.width };
+        self.grow_scratch(Sizes { moe, ..Sizes::default() })
+    }
+
+    fn moe(
+        &mut self,
+        rows: usize,
+        shape: &MoeShape,
+        router: &HostBuf,
+        experts: &[Expert<HostBuf>],
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
+        let scratch = self.moe.as_mut().expect("prepare_moe comes before the first step; this is a bug");
+        let matmul = self.matmul.as_mut().expect(UNPREPARED);
+        let hidden = experts[0].down.out;
+        let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
+        let inputs = moe::Inputs { shape, router, experts, x };
+        moe::moe(&mut self.pool, self.level, (scratch, matmul), inputs, &mut y.f32_mut()[..rows * hidden]);
     }
 
     fn reduce(&mut self, _rows: usize, _width: usize, _x: &mut HostBuf) {
@@ -257,9 +314,13 @@ impl Backend for CpuBackend {
     }
 
     fn gather(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
-        let wanted = &self.step.as_ref().expect(UNPREPARED).wanted[wanted];
+        let wanted = &self.step.as_ref().expect(UNPREPARED).wanted()[wanted];
         let y = &mut y.f32_mut()[..wanted.len() * width];
-        elementwise::gather(&mut self.pool, wanted, width, x.f32(), y);
+        rows::gather(&mut self.pool, wanted, width, x.f32(), y);
+    }
+
+    fn hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
+        out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
     fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
@@ -268,8 +329,8 @@ impl Backend for CpuBackend {
         sample::sample(&mut self.pool, scratch, step, wanted, logits.f32(), out);
     }
 
-    fn table(&self, slot: u32) -> &[Page] {
-        self.step().table(slot as usize)
+    fn table(&self, slot: u32, table: KvTable) -> &[Page] {
+        self.step().table(slot as usize, table)
     }
 }
 

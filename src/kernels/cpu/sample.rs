@@ -59,7 +59,7 @@ pub fn sample(
     let (vocab, top_max) = (scratch.vocab, scratch.top_max);
     let (biased, keys) = (Parts::new(&mut scratch.biased), Parts::new(&mut scratch.keys));
     let (results, top) = (Parts::new(&mut scratch.results), Parts::new(&mut scratch.top));
-    let (samples, biases) = (&step.samples[wanted.clone()], &step.biases);
+    let (samples, biases) = (&step.samples()[wanted.clone()], &step.biases);
     pool.run(samples.len(), |worker, i| {
         let own = worker * vocab..(worker + 1) * vocab;
         // SAFETY: logits and keys are the worker's own, and it is in one item at a time; the others are the
@@ -78,7 +78,7 @@ pub fn sample(
         let mut result = scratch.results[i];
         result.top_at = out.top.len() as u32;
         out.top.extend_from_slice(&scratch.top[i * top_max..][..result.top_len as usize]);
-        if step.samples[wanted].mode == SampleMode::Draw {
+        if step.samples()[wanted].mode == SampleMode::Draw {
             step.remember(wanted, result.token);
         }
         out.rows.push(result);

@@ -3,6 +3,8 @@
 //! Invariant: whatever is known about a format's bytes is known here; a backend may be faster than
 //! these definitions, never different from them.
 
+pub mod blocks;
+
 use half::{bf16, f16};
 
 /// How the numbers of a matrix, or of the KV cache, are stored.
@@ -14,6 +16,10 @@ pub enum QuantType {
     F16,
     /// The upper half of an F32.
     BF16,
+    /// Blocks of 32 signed bytes with a scale; see [`blocks`].
+    Q8_0,
+    /// Blocks of 32 half-bytes with a scale; see [`blocks`].
+    Q4_0,
 }
 
 /// One row of the table. Lengths in elements and bytes.
@@ -32,7 +38,7 @@ pub struct QuantRow {
     pub quantize: fn(values: &[f32], out: &mut [u8]),
 }
 
-static TABLE: [QuantRow; 3] = [
+static TABLE: [QuantRow; 5] = [
     QuantRow {
         ty: QuantType::F32,
         name: "f32",
@@ -57,12 +63,38 @@ static TABLE: [QuantRow; 3] = [
         dequantize: |bytes, out| decode(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
         quantize: |values, out| encode(values, out, |v| bf16::from_f32(v).to_le_bytes()),
     },
+    QuantRow {
+        ty: QuantType::Q8_0,
+        name: "q8_0",
+        block_elements: blocks::NUMBERS,
+        block_bytes: blocks::Q8_0_BYTES,
+        dequantize: blocks::dequantize_q8_0,
+        quantize: blocks::quantize_q8_0,
+    },
+    QuantRow {
+        ty: QuantType::Q4_0,
+        name: "q4_0",
+        block_elements: blocks::NUMBERS,
+        block_bytes: blocks::Q4_0_BYTES,
+        dequantize: blocks::dequantize_q4_0,
+        quantize: blocks::quantize_q4_0,
+    },
 ];
 
 impl QuantType {
     /// Every type, in table order.
     pub fn all() -> impl Iterator<Item = QuantType> {
         TABLE.iter().map(|row| row.ty)
+    }
+
+    /// Those that store each number by itself, as keys and values must be stored, in table order.
+    pub fn unblocked() -> impl Iterator<Item = QuantType> {
+        QuantType::all().filter(|ty| !ty.is_blocked())
+    }
+
+    /// Whether numbers are stored in blocks that share a scale. Such a type is for matrices only.
+    pub fn is_blocked(self) -> bool {
+        self.row().block_elements > 1
     }
 
     /// The type's row of the table.
@@ -129,7 +161,7 @@ mod tests {
     #[test]
     fn representable_values_survive_and_ties_go_to_even() {
         let values = [0.0f32, -0.0, 1.0, -2.5, 0.15625, 1024.0];
-        for ty in QuantType::all() {
+        for ty in QuantType::unblocked() {
             let mut bytes = vec![0; ty.bytes(values.len()).unwrap()];
             let mut back = [0f32; 6];
             (ty.row().quantize)(&values, &mut bytes);

@@ -265,7 +265,7 @@ async fn tokens_that_are_ready_leave_together() {
 
 #[actix_web::test]
 async fn a_prompt_too_long_by_itself_is_blamed_under_its_own_name() {
-    let too_long = RequestError::TooLong { prompt_tokens: 20, max_tokens: 60, context: 64 };
+    let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 20, max_tokens: 60, context: 64 };
     let house = House::with(Some(too_long), |_| {});
     let chat = async |more: Value| {
         let mut body = json!({ "messages": [{ "role": "user", "content": "p" }] });
@@ -277,7 +277,10 @@ async fn a_prompt_too_long_by_itself_is_blamed_under_its_own_name() {
     assert_eq!(chat(limited).await.error().1, json!("max_completion_tokens"));
     assert_eq!(chat(json!({ "max_tokens": 60 })).await.error().1, json!("max_tokens"));
     house.close().await;
-    let house = House::with(Some(RequestError::PromptTooLong { prompt_tokens: 70, context: 64 }), |_| {});
+    let house = House::with(
+        Some(RequestError::PromptTooLong { prompt: "prompt", prompt_tokens: 70, context: 64 }),
+        |_| {},
+    );
     let prompt = house.post(r#"{"prompt": "p"}"#).await;
     assert_eq!(prompt.error(), ("context_length_exceeded".into(), json!("prompt")));
     let message = prompt.json()["error"]["message"].to_string();

@@ -2,10 +2,11 @@
 //!
 //! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
 
-use crate::actors::stream::channel;
-use crate::actors::{EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
+use crate::actors::stream::{Standing, channel};
+use crate::actors::{Conventions, EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
 use crate::formats::scratch::Scratch;
+use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use crate::server::{Ending, ServeParts, Server};
 use crate::text::{ChatTemplate, Tokenizer};
@@ -22,9 +23,10 @@ pub const COMPLETIONS: &str = "/v1/completions";
 /// The test tokenizer's token that opens a text; the ids below are the bytes.
 pub const BOS: u32 = 256;
 
-/// An intake that passes requests on to the test, or refuses them all.
+/// An intake that passes requests on to the test, or refuses them all. On the way out it takes nothing new.
 pub struct Door {
     calls: UnboundedSender<(Request, EventSender)>,
+    status: Arc<Status>,
     refusal: Option<RequestError>,
 }
 
@@ -35,7 +37,10 @@ impl Actor for Door {
 impl Handler<Submit> for Door {
     type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit(requests): Submit, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, Submit { requests, standing }: Submit, _: &mut Self::Context) -> Self::Result {
+        if standing == Standing::New && self.status.is_draining() {
+            return Err(RequestError::Draining);
+        }
         if let Some(refusal) = &self.refusal {
             return Err(refusal.clone());
         }
@@ -71,28 +76,25 @@ impl House {
         configure: impl FnOnce(&mut ServerConfig),
         drain_timeout: Duration,
     ) -> House {
+        House::of(model(), tokenizer(), refusal, configure, drain_timeout)
+    }
+
+    /// A server of some other model.
+    pub fn of(
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        refusal: Option<RequestError>,
+        configure: impl FnOnce(&mut ServerConfig),
+        drain_timeout: Duration,
+    ) -> House {
         let mut config = Config::load(None, Overrides::default()).unwrap().server;
         config.port = 0;
         config.workers = 1;
         configure(&mut config);
         let (calls, receiver) = unbounded_channel();
         let status = Arc::new(Status::new(Duration::ZERO));
-        let parts = ServeParts {
-            intake: IntakeHandle(Door { calls, refusal }.start().recipient()),
-            status: status.clone(),
-            tokenizer: Arc::new(tokenizer()),
-            model: ModelInfo {
-                name: "tiny".into(),
-                context: 64,
-                longest: 64,
-                choices_max: 300,
-                vocab: 257,
-                eos: vec![],
-                defaults: Default::default(),
-                chat: Some(Arc::new(template())),
-                created: 1,
-            },
-        };
+        let intake = IntakeHandle(Door { calls, refusal, status: status.clone() }.start().recipient());
+        let parts = ServeParts::new(intake, status.clone(), Arc::new(tokenizer), model);
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
         let (stops, stopped) = unbounded_channel();
@@ -258,8 +260,34 @@ impl Response {
     }
 }
 
+/// A decoder with a chat template.
+pub fn model() -> ModelInfo {
+    ModelInfo {
+        name: "tiny".into(),
+        context: 64,
+        longest: 64,
+        choices_max: 300,
+        vocab: 257,
+        kind: Kind::Decoder,
+        source_context: 0,
+        endpoints: vec!["/v1/chat/completions", COMPLETIONS],
+        has_head: true,
+        eos: vec![],
+        defaults: Default::default(),
+        conventions: Conventions::Decoder,
+        chat: Some(Arc::new(template())),
+        created: 1,
+    }
+}
+
 /// Every byte is a token, and 256 opens a text.
 pub fn tokenizer() -> Tokenizer {
+    tokenizer_with(&["<s>"], Value::Null)
+}
+
+/// Every byte is a token, and the special ones follow from 256 on. The post-processor says which of them the
+/// tokenizer puts around a text.
+pub fn tokenizer_with(special: &[&str], post_processor: Value) -> Tokenizer {
     // Byte-level vocabularies write each byte as a printable character of its own.
     let is_printable = |byte: &u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut others = 0x100..;
@@ -268,20 +296,23 @@ pub fn tokenizer() -> Tokenizer {
         (0..256).map(letter).zip(0..).map(|(c, id)| (c.unwrap().into(), json!(id))).collect();
     let byte_level =
         json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
-    let added = json!([{
-        "id": BOS, "content": "<s>", "special": true,
-        "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
-    }]);
+    let added = special.iter().zip(BOS..).map(|(name, id)| {
+        json!({
+            "id": id, "content": name, "special": true,
+            "single_word": false, "lstrip": false, "rstrip": false, "normalized": false
+        })
+    });
+    let added: Value = added.collect();
     let file = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "pre_tokenizer": byte_level, "post_processor": post_processor, "decoder": byte_level,
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
             "vocab": vocab, "merges": []
         }
     });
-    let config = json!({ "bos_token": "<s>", "add_bos_token": false });
+    let config = json!({ "bos_token": "<s>" });
     let folder = Scratch::new();
     folder.write("tokenizer.json", file.to_string().as_bytes());
     folder.write("tokenizer_config.json", config.to_string().as_bytes());

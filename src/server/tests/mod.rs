@@ -8,6 +8,14 @@ mod generation;
 
 mod house;
 
+mod sources;
+
+mod encoder;
+
+mod embeddings;
+
+mod masks;
+
 use super::Ending;
 use crate::actors::reply::{ReplySpec, ReplyStream};
 use crate::actors::stream::channel;
@@ -215,12 +223,18 @@ async fn seeds_are_the_clients_or_all_different() {
 #[actix_web::test]
 async fn every_refusal_has_its_status_and_object() {
     let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
-    let too_long = RequestError::TooLong { prompt_tokens: 60, max_tokens: 10, context: 64 };
+    let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 60, max_tokens: 10, context: 64 };
     let invalid = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
     for (refusal, status, code, param, retry) in [
         (invalid, 400, "invalid_value", json!("top_p"), None),
         (too_long, 400, "context_length_exceeded", json!("max_tokens"), None),
-        (RequestError::TooLarge { needed: 9, pages: 8 }, 400, "kv_cache_exceeded", json!("max_tokens"), None),
+        (
+            RequestError::TooLarge { what: "prompt and max_tokens", needed: 9, pages: 8 },
+            400,
+            "kv_cache_exceeded",
+            json!("max_tokens"),
+            None,
+        ),
         (busy, 429, "server_busy", Value::Null, Some("3")),
         (RequestError::Draining, 503, "shutting_down", Value::Null, Some("3")),
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
@@ -245,8 +259,8 @@ async fn wrong_bodies_are_told_by_parameter() {
         ("[1]", "malformed_body", Value::Null, "no JSON object"),
         ("{}", "invalid_value", json!("prompt"), "missing"),
         (r#"{"prompt": 5}"#, "invalid_value", json!("prompt"), "not 5"),
-        (r#"{"prompt": ["a", 1]}"#, "invalid_value", json!("prompt"), "1 beside prompts of another kind"),
-        (r#"{"prompt": [[1], "b"]}"#, "invalid_value", json!("prompt"), "\"b\" beside prompts of another"),
+        (r#"{"prompt": ["a", 1]}"#, "invalid_value", json!("prompt"), "1 beside others of another kind"),
+        (r#"{"prompt": [[1], "b"]}"#, "invalid_value", json!("prompt"), "\"b\" beside others of another"),
         (r#"{"prompt": [[1], [257]]}"#, "invalid_value", json!("prompt"), ids),
         (r#"{"prompt": [1, "b"]}"#, "invalid_value", json!("prompt"), "\"b\" stands where a token id"),
         (r#"{"prompt": [1, -2]}"#, "invalid_value", json!("prompt"), "-2 stands where a token id"),
@@ -401,8 +415,10 @@ async fn the_server_tells_about_itself() {
     let mut house = House::open();
     let models = house.get("/v1/models").await.json();
     assert_eq!(models["object"], "list");
-    let card =
-        json!({ "id": "tiny", "object": "model", "created": 1, "owned_by": "mainstem", "max_model_len": 64 });
+    let card = json!({
+        "id": "tiny", "object": "model", "created": 1, "owned_by": "mainstem", "max_model_len": 64,
+        "kind": "decoder", "endpoints": ["/v1/chat/completions", "/v1/completions"], "context": 64
+    });
     assert_eq!(models["data"], json!([card]));
     assert_eq!(house.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
     house.play(json!({ "prompt": "p" }), answer("x")).await;

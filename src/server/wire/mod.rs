@@ -7,6 +7,11 @@ pub mod chat;
 
 pub mod completion;
 
+pub mod embedding;
+
+pub mod fill_mask;
+
+use crate::actors::Kind;
 use crate::actors::reply::{End, Origin, Piece, PlacedToken, Usage as Tokens};
 use crate::request::FinishReason;
 use serde::Serialize;
@@ -34,6 +39,19 @@ pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
     pub total_tokens: usize,
+}
+
+/// Tokens taken where none are made.
+#[derive(Debug, Serialize)]
+pub struct InputUsage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+impl InputUsage {
+    pub fn of(tokens: usize) -> InputUsage {
+        InputUsage { prompt_tokens: tokens, total_tokens: tokens }
+    }
 }
 
 /// What has come of one choice: one piece, or all of them.
@@ -73,6 +91,9 @@ pub struct TokenIds {
     /// Of the prompt; in a stream, in the choice's first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<u32>>,
+    /// Of what the decoder began with, where the prompt is read by an encoder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoder_prompt_token_ids: Option<Vec<u32>>,
 }
 
 /// `GET /v1/models`.
@@ -89,8 +110,19 @@ pub struct Model<'a> {
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Tokens of prompt and answer together, at most.
+    /// Tokens of prompt and answer together, or of an encoder's text, at most.
     pub max_model_len: usize,
+    pub kind: Kind,
+    /// What it can be asked for.
+    pub endpoints: &'a [&'static str],
+    /// Tokens of prompt and answer that it was made for, or that the configuration allows.
+    pub context: usize,
+    /// Tokens of the longest source that its encoder reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_context: Option<usize>,
+    /// Numbers of an embedding.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dimensions: Option<usize>,
 }
 
 /// `POST /v1/tokenize`.
@@ -165,6 +197,6 @@ impl From<Option<&End>> for Finish {
 }
 
 /// A log-probability that JSON can hold.
-fn writable(logprob: f32) -> f32 {
+pub(super) fn writable(logprob: f32) -> f32 {
     logprob.max(LOGPROB_MIN)
 }

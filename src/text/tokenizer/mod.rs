@@ -206,6 +206,15 @@ impl Tokenizer {
         String::from_utf8_lossy(self.pieces.get(id)).into_owned()
     }
 
+    /// The token of that name, such as `<mask>`, or of that text.
+    pub fn token_id(&self, name: &str) -> Option<u32> {
+        match self.encode(name, false).ok()?[..] {
+            // A name that is none is cut to pieces, or unknown.
+            [id] if self.token_text(id).trim_start() == name.trim_start() => Some(id),
+            _ => None,
+        }
+    }
+
     /// The token that opens a text.
     pub fn bos_id(&self) -> Option<u32> {
         self.bos

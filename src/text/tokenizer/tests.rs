@@ -49,6 +49,18 @@ fn text_survives_encoding_and_decoding() {
 }
 
 #[test]
+fn a_token_is_found_by_its_name_and_a_name_that_is_none_is_not() {
+    let fallback = hub(&byte_fallback(), None).unwrap();
+    assert_eq!((fallback.token_id("</s>"), fallback.token_id("the")), (Some(2), Some(266)));
+    for name in ["<mask>", "", "the the"] {
+        assert_eq!(fallback.token_id(name), None, "{name:?}");
+    }
+    // What such a vocabulary does not know is one token too: the unknown one.
+    let words = hub(&word_piece(), None).unwrap();
+    assert_eq!((words.token_id("the"), words.token_id("zzz")), (Some(2), None));
+}
+
+#[test]
 fn special_tokens_are_skipped_only_when_asked() {
     let tokenizer = hub(&byte_fallback(), None).unwrap();
     let ids = [1, 266, 2, 266];

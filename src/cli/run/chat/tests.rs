@@ -174,6 +174,28 @@ async fn an_answer_that_was_stopped_counts_as_far_as_it_came() {
     );
 }
 
+/// A model that reads sources is asked for completions, each of one line; any other refusal is one.
+#[actix::test]
+async fn a_model_that_does_not_chat_is_asked_in_its_own_way() {
+    let refusal = |right: &str| {
+        let message = format!("/v1/chat/completions is not for the model 'm': ask {right}");
+        Failure::told(json!({"error": {"code": "wrong_endpoint", "message": message}}))
+    };
+    let answers = vec![
+        Err(refusal("/v1/completions")),
+        Ok(vec![Text("eins"), Done("stop")]),
+        Ok(vec![Text("zwei"), Done("stop")]),
+    ];
+    let (asked, user) = talk(lines(&["one", "two"]), answers).await;
+    let asked: Vec<_> = asked[1..].iter().map(|(path, body)| (path.as_str(), &body["prompt"])).collect();
+    assert_eq!(asked, [("/v1/completions", &json!("one")), ("/v1/completions", &json!("two"))]);
+    assert!(user.notes.len() == 1 && user.notes[0].contains("source"), "{:?}", user.notes);
+    assert_eq!(user.shown, "eins\nzwei\n");
+
+    let (asked, user) = talk(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
+    assert!(asked.len() == 1 && user.notes[0].contains("/v1/embeddings"), "{:?}", user.notes);
+}
+
 #[actix::test]
 async fn a_question_without_any_answer_is_not_repeated() {
     let refused = Failure::told(json!({"error": {"message": "too long: 9 of 8 tokens"}}));

@@ -99,6 +99,7 @@ impl Simd for Avx2 {
         mul_add(a, b, c) = _mm256_fmadd_ps;
         min(a, b) = _mm256_min_ps;
         max(a, b) = _mm256_max_ps;
+        where_less(a, b, v, rest) = where_less_half;
         scale(v, shifted) = scale_half;
     }
 
@@ -132,6 +133,16 @@ impl Simd for Avx2 {
             _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
         })
     }
+}
+
+/// [`Simd::where_less`] for one register.
+///
+/// # Safety
+/// - The CPU has AVX2.
+#[inline(always)]
+unsafe fn where_less_half(a: __m256, b: __m256, v: __m256, rest: __m256) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_blendv_ps(rest, v, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
 }
 
 /// [`Simd::scale`] for one register: two factors, since 2^n alone may not be a number.

@@ -101,6 +101,10 @@ impl Simd for Avx512 {
         proven!(_mm512_mask_blend_ps(lanes, rest, v))
     }
     #[inline(always)]
+    fn where_less(self, a: __m512, b: __m512, v: __m512, rest: __m512) -> __m512 {
+        proven!(_mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), rest, v))
+    }
+    #[inline(always)]
     fn scale(self, v: __m512, shifted: __m512) -> __m512 {
         proven!({
             let n = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(SHIFT.to_bits() as i32));

@@ -14,6 +14,13 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+mod stored;
+
+pub use stored::{ForStored, Stored, with_stored};
+
+mod functions;
+
+pub use functions::{SHIFT, exp, normal_tail, sigmoid, tanh};
 
 use crate::backend::DeviceError;
 use crate::cpu::Isa;
@@ -42,6 +49,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load(self, x: &[f32; LANES]) -> Self::V;
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
     fn load_bf16(self, x: &[u16; LANES]) -> Self::V;
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V {
+        let mut lanes = [0.0; LANES];
+        for (lane, x) in lanes.iter_mut().zip(x) {
+            *lane = f32::from(*x);
+        }
+        self.load(&lanes)
+    }
     fn store(self, v: Self::V, to: &mut [f32; LANES]);
 
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -56,6 +71,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// `v` in the first `n` lanes, `rest` in the others.
     fn first(self, n: usize, v: Self::V, rest: Self::V) -> Self::V;
+    /// `v` in the lanes where a < b, `rest` in the others; those with a NaN are among these.
+    fn where_less(self, a: Self::V, b: Self::V, v: Self::V, rest: Self::V) -> Self::V;
     /// v * 2^n, where n is the integer whose bits `shifted` holds on top of those of [`SHIFT`]; rounded once.
     fn scale(self, v: Self::V, shifted: Self::V) -> Self::V;
 
@@ -146,7 +163,7 @@ impl Level {
     }
 }
 
-/// How numbers are stored, as far as kernels are concerned: one type per [`QuantType`].
+/// How numbers are stored, as far as kernels are concerned: one type per [`QuantType`] that is not of blocks.
 pub trait Code: Send + Sync + 'static {
     /// One stored number.
     type Raw: Copy + Default + Send + Sync + 'static;
@@ -226,6 +243,7 @@ pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
         QuantType::F32 => op.run::<F32>(),
         QuantType::F16 => op.run::<F16>(),
         QuantType::BF16 => op.run::<Bf16>(),
+        QuantType::Q8_0 | QuantType::Q4_0 => unreachable!("no cache is made of {ty}; this is a bug"),
     }
 }
 
@@ -256,32 +274,6 @@ pub fn prefetch<T>(address: *const T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
-}
-
-/// Adding this (1.5 * 2^23) to a small number leaves its nearest integer in the low bits of the sum.
-pub const SHIFT: f32 = 12_582_912.0;
-
-/// e^x in each lane, within 2 units in the last place; 1 at 0, 0 at -inf, inf on overflow, NaN at NaN.
-///
-/// x = n ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^n e^r; the series of e^r up to r^7 / 7! leaves an error
-/// under 6e-9, a tenth of a unit.
-#[inline(always)]
-pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
-    const SERIES: [f32; 7] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
-    // ln 2 in two parts; the products of n and the first are exact.
-    const LN_2_HIGH: f32 = 355.0 / 512.0;
-    const LN_2_LOW: f32 = (std::f64::consts::LN_2 - LN_2_HIGH as f64) as f32;
-    // Beyond these bounds lie 0 and infinity.
-    let x = simd.max(simd.splat(-104.0), simd.min(simd.splat(89.0), x));
-    let shifted = simd.mul_add(x, simd.splat(std::f32::consts::LOG2_E), simd.splat(SHIFT));
-    let n = simd.sub(shifted, simd.splat(SHIFT));
-    let r = simd.mul_add(n, simd.splat(-LN_2_HIGH), x);
-    let r = simd.mul_add(n, simd.splat(-LN_2_LOW), r);
-    let mut sum = simd.splat(1.0 / 5040.0);
-    for term in SERIES {
-        sum = simd.mul_add(sum, r, simd.splat(term));
-    }
-    simd.scale(sum, shifted)
 }
 
 #[cfg(test)]

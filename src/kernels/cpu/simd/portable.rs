@@ -3,6 +3,7 @@
 //! Invariant: needs nothing of the CPU. Its products are rounded before they are added, so its bits differ
 //! from those of the sets with fused multiply-add.
 
+use super::stored::widen_f16;
 use super::{Kernel, LANES, SHIFT, Simd};
 
 /// No instruction set in particular.
@@ -14,17 +15,6 @@ type V = [f32; LANES];
 #[inline(always)]
 fn zip(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
     std::array::from_fn(|i| op(a[i], b[i]))
-}
-
-/// The value of an F16, without branches or table, so that it vectorises.
-#[inline(always)]
-fn widen_f16(x: u16) -> f32 {
-    const EXPONENT: u32 = 0x7c00;
-    let (magnitude, sign) = (u32::from(x & 0x7fff), u32::from(x & 0x8000) << 16);
-    // The product moves the exponent from one bias to the other, and makes small numbers normal.
-    let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
-    let not_finite = magnitude << 13 | 0x7f80_0000;
-    f32::from_bits(sign | if magnitude >= EXPONENT { not_finite } else { finite })
 }
 
 impl Simd for Portable {
@@ -88,6 +78,10 @@ impl Simd for Portable {
     #[inline(always)]
     fn first(self, n: usize, v: V, rest: V) -> V {
         std::array::from_fn(|i| if i < n { v[i] } else { rest[i] })
+    }
+    #[inline(always)]
+    fn where_less(self, a: V, b: V, v: V, rest: V) -> V {
+        std::array::from_fn(|i| if a[i] < b[i] { v[i] } else { rest[i] })
     }
     #[inline(always)]
     fn scale(self, v: V, shifted: V) -> V {

@@ -23,25 +23,42 @@ fn numbers<const N: usize>(seed: u64) -> [f32; N] {
     })
 }
 
-struct Exp<'a>(&'a mut [f32]);
+/// A function of each element.
+macro_rules! of_all {
+    ($name:ident, $function:ident) => {
+        fn $name(level: Level, x: &[f32]) -> Vec<f32> {
+            struct All<'a>(&'a mut [f32]);
+            impl Kernel for All<'_> {
+                type Out = ();
 
-impl Kernel for Exp<'_> {
-    type Out = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        for x in self.0.as_chunks_mut::<LANES>().0 {
-            simd.store(exp(simd, simd.load(x)), x);
+                #[inline(always)]
+                fn run<S: Simd>(self, simd: S) {
+                    for x in self.0.as_chunks_mut::<LANES>().0 {
+                        simd.store($function(simd, simd.load(x)), x);
+                    }
+                }
+            }
+            let mut y = x.to_vec();
+            y.resize(x.len().next_multiple_of(LANES), 0.0);
+            level.run(All(&mut y));
+            y.truncate(x.len());
+            y
         }
-    }
+    };
 }
+of_all!(exps, exp);
+of_all!(sigmoids, sigmoid);
+of_all!(tanhs, tanh);
+of_all!(tails, normal_tail);
 
-fn exps(level: Level, x: &[f32]) -> Vec<f32> {
-    let mut y = x.to_vec();
-    y.resize(x.len().next_multiple_of(LANES), 0.0);
-    level.run(Exp(&mut y));
-    y.truncate(x.len());
-    y
+/// Each result within so many units in its last place of the exact one.
+fn within(units: impl Fn(f64) -> f64, x: &[f32], got: Vec<f32>, exact: impl Fn(f64) -> f64) {
+    for (x, y) in x.iter().zip(got) {
+        let exact = exact(f64::from(*x));
+        let unit = f64::from(f32::EPSILON) * exact.abs().max(f64::from(f32::MIN_POSITIVE));
+        let allowed = units(f64::from(*x)) * unit;
+        assert!((f64::from(y) - exact).abs() <= allowed, "at {x}: {y:e}, not {exact:e}");
+    }
 }
 
 #[test]
@@ -57,6 +74,38 @@ fn exp_is_within_two_units_in_the_last_place() {
                 assert!((f64::from(y) - exact).abs() <= 2.0 * unit, "exp({x}) = {y:e}, not {exact:e}");
             }
         }
+    }
+}
+
+#[test]
+fn tanh_and_sigmoid_are_within_four_units_in_the_last_place() {
+    let x: Vec<f32> = (-60_000..60_000).map(|i| i as f32 * 3e-4 + 1e-7).collect();
+    let tiny: Vec<f32> = (-40..40).map(|i| (i as f32 * 0.5).exp2() * 1e-6).collect();
+    for level in levels() {
+        for x in [&x, &tiny] {
+            within(|_| 4.0, x, tanhs(level, x), f64::tanh);
+            within(|_| 4.0, x, sigmoids(level, x), |x| 1.0 / (1.0 + (-x).exp()));
+        }
+    }
+}
+
+#[test]
+fn the_normal_tail_is_as_exact_as_its_exponent() {
+    let x: Vec<f32> = (0..145_000).map(|i| i as f32 * 1e-4).collect();
+    for level in levels() {
+        let exact = |x: f64| 0.5 * crate::reference::erfc(x * std::f64::consts::FRAC_1_SQRT_2);
+        within(|x| 4.0 + x * x / 2.0, &x, tails(level, &x), exact);
+        assert!(tails(level, &[f32::NAN])[0].is_nan());
+        assert_eq!(tails(level, &[16.0, 0.0]), [0.0, 0.5]);
+    }
+}
+
+#[test]
+fn tanh_has_its_special_values() {
+    for level in levels() {
+        let y = tanhs(level, &[0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, 20.0, -1e30, f32::NAN]);
+        assert_eq!(y[..6], [0.0, 0.0, 1.0, -1.0, 1.0, -1.0]);
+        assert!(y[6].is_nan());
     }
 }
 
@@ -90,6 +139,10 @@ impl Kernel for Everything {
             simd.min(a, b),
             simd.max(a, b),
             exp(simd, a),
+            tanh(simd, a),
+            sigmoid(simd, a),
+            normal_tail(simd, simd.max(a, b)),
+            simd.where_less(a, b, c, a),
             simd.load_f16(&codes),
             simd.load_bf16(&codes),
             load_part::<S, F32>(simd, &self.0[0][..5]),
@@ -118,16 +171,18 @@ fn fused_levels_agree_to_the_bit() {
 }
 
 #[test]
-fn sums_follow_their_tree_and_first_takes_lanes() {
+fn sums_follow_their_tree_and_lanes_are_chosen() {
     struct Sums([f32; LANES]);
     impl Kernel for Sums {
-        type Out = (f32, [f32; 4], [f32; LANES]);
+        type Out = (f32, [f32; 4], [f32; LANES], [f32; LANES]);
         #[inline(always)]
         fn run<S: Simd>(self, simd: S) -> Self::Out {
             let v = simd.load(&self.0);
             let mut first = [0.0; LANES];
             simd.store(simd.first(5, v, simd.splat(7.0)), &mut first);
-            (simd.sum(v), simd.sum4([v, simd.splat(1.0), simd.splat(2.0), v]), first)
+            let (one, two, mut less) = (simd.splat(1.0), simd.splat(2.0), [0.0; LANES]);
+            simd.store(simd.where_less(v, one, one, two), &mut less);
+            (simd.sum(v), simd.sum4([v, one, two, v]), first, less)
         }
     }
     for seed in 0..50 {
@@ -139,10 +194,11 @@ fn sums_follow_their_tree_and_first_takes_lanes() {
             }
         }
         for level in levels() {
-            let (sum, sum4, first) = level.run(Sums(x));
+            let (sum, sum4, first, less) = level.run(Sums(x));
             assert_eq!(sum.to_bits(), tree[0].to_bits());
             assert_eq!(sum4, [sum, 16.0, 32.0, sum]);
             assert_eq!((&first[..5], &first[5..]), (&x[..5], &[7.0; 11][..]));
+            assert_eq!(less, x.map(|x| if x < 1.0 { 1.0 } else { 2.0 }));
         }
     }
 }
@@ -171,4 +227,53 @@ fn half_precision_codes_have_the_values_of_their_format() {
             }
         }
     }
+}
+
+/// Every vector of a row of blocks.
+struct Vectors<'a, W: Stored> {
+    row: &'a [W::Piece],
+    out: &'a mut [f32],
+}
+
+impl<W: Stored> Kernel for Vectors<'_, W> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        assert_eq!(self.out.len(), self.row.len() * W::NUMBERS);
+        for (step, to) in self.out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // SAFETY: there are as many vectors as the row has, by the assertion.
+            simd.store(unsafe { W::vector(simd, self.row.as_ptr(), step) }, to);
+        }
+    }
+}
+
+/// Every code with every kind of scale: zeros, the smallest, the largest, infinity.
+fn block_vectors_are_the_definitions<W: Stored<Piece = [u8; N]>, const N: usize>(ty: QuantType) {
+    let scales = [0x0000, 0x8000, 0x0001, 0x83ff, 0x0400, 0x3555, 0xbc00, 0x7bff, 0xfbff, 0x7c00u16];
+    let mut row = Vec::new();
+    for scale in scales {
+        for first in (0..=255u8).step_by(N - 2) {
+            let mut block = [0; N];
+            block[..2].copy_from_slice(&scale.to_le_bytes());
+            (0..).zip(&mut block[2..]).for_each(|(i, code)| *code = first.wrapping_add(i));
+            row.push(block);
+        }
+    }
+    let mut expected = vec![0.0; row.len() * W::NUMBERS];
+    (ty.row().dequantize)(row.as_flattened(), &mut expected);
+    for level in levels() {
+        let mut out = vec![0.0; expected.len()];
+        level.run(Vectors::<W> { row: &row, out: &mut out });
+        for (i, (got, expected)) in out.iter().zip(&expected).enumerate() {
+            let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+            assert!(same, "{ty} on {:?}: number {i} is {got}, not {expected}", level.isa());
+        }
+    }
+}
+
+#[test]
+fn vectors_of_blocks_are_the_definitions() {
+    block_vectors_are_the_definitions::<stored::Q8_0, 34>(QuantType::Q8_0);
+    block_vectors_are_the_definitions::<stored::Q4_0, 18>(QuantType::Q4_0);
 }

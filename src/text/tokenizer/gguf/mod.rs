@@ -6,6 +6,8 @@
 
 mod pre;
 
+mod keys;
+
 use super::added::{Added, resolve};
 use super::byte_level::ByteLevel;
 use super::draft::Draft;

@@ -1,0 +1,341 @@
+//! What a request is checked against, once, at the door.
+//!
+//! Invariant: what passes here a device can do: the task is one of the model's, every token is in its vocabulary, and all
+//! of it fits.
+
+use crate::decoding;
+use crate::model::spec::Kind;
+use crate::request::{Request, RequestError, Task};
+
+/// The bounds of every request.
+#[derive(Clone, Debug)]
+pub struct IntakeLimits {
+    /// Sequences that can be live at once.
+    pub slots: usize,
+    /// Requests that may wait.
+    pub max_waiting: usize,
+    /// Positions of a sequence, prompt and answer.
+    pub context: usize,
+    /// Tokens of a source; 0 without an encoder.
+    pub source_context: usize,
+    pub vocab: usize,
+    /// Most likely tokens that can be reported beside each.
+    pub top_logprobs: usize,
+    /// Biases of a sequence's logits, stop tokens and the model's own end-of-sequence tokens counted.
+    pub biases: usize,
+    /// End-of-sequence tokens of the model.
+    pub eos: usize,
+    /// Pages of the pool that can be leased, the sink not among them.
+    pub pages: usize,
+    pub page_positions: usize,
+    pub kind: Kind,
+    /// Whether logits come out of the model.
+    pub has_head: bool,
+    /// Where the model's own tasks are asked for.
+    pub endpoints: Vec<&'static str>,
+}
+
+impl IntakeLimits {
+    /// What is wrong with a request, if anything.
+    pub fn check(&self, request: &Request) -> Result<(), RequestError> {
+        self.check_task(&request.task)?;
+        self.check_source(request)?;
+        match &request.task {
+            Task::Generate => self.check_generation(request),
+            Task::Embed(_) => check_lone(request),
+            Task::Fill { at, top } => {
+                check_lone(request)?;
+                self.check_places(at, *top, request.source.len())
+            }
+        }
+    }
+
+    /// Whether the model is for such a task at all.
+    fn check_task(&self, task: &Task) -> Result<(), RequestError> {
+        let is_encoder = self.kind == Kind::Encoder;
+        let why = match task {
+            Task::Generate if is_encoder => "is an encoder alone and generates nothing",
+            Task::Embed(_) if !is_encoder => "generates, and gives no vector for a text",
+            Task::Fill { .. } if !is_encoder => "generates, and fills no masks",
+            Task::Fill { .. } if !self.has_head => "has no head that could fill a mask",
+            _ => return Ok(()),
+        };
+        let endpoints = self.endpoints.join(" and ");
+        Err(invalid("model", format!("the model {why}; it serves {endpoints}")))
+    }
+
+    /// What an encoder reads.
+    fn check_source(&self, request: &Request) -> Result<(), RequestError> {
+        let (param, what) = match request.task {
+            Task::Generate => ("prompt", "source"),
+            Task::Embed(_) | Task::Fill { .. } => ("input", "input"),
+        };
+        let (tokens, limit) = (request.source.len(), self.source_context);
+        if self.kind == Kind::Decoder {
+            let message = || invalid(param, "the model reads no source beside its prompt".to_owned());
+            return if tokens == 0 { Ok(()) } else { Err(message()) };
+        }
+        if tokens == 0 {
+            return Err(invalid(param, format!("the {what} has no tokens")));
+        }
+        if tokens > limit {
+            let message =
+                format!("the {what} has {tokens} tokens, more than the {limit} that the model reads");
+            return Err(invalid(param, message));
+        }
+        self.check_ids(param, &request.source)
+    }
+
+    fn check_ids(&self, param: &'static str, ids: &[u32]) -> Result<(), RequestError> {
+        match ids.iter().find(|id| **id as usize >= self.vocab) {
+            Some(id) => {
+                let message = format!("token id {id} is not in the vocabulary of {}", self.vocab);
+                Err(invalid(param, message))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// A prompt and what is to come after it.
+    fn check_generation(&self, request: &Request) -> Result<(), RequestError> {
+        decoding::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
+        if request.prompt.is_empty() {
+            let prompt = self.prompt_name();
+            return Err(invalid(prompt, format!("the {prompt} has no tokens")));
+        }
+        self.check_ids(self.prompt_name(), &request.prompt)?;
+        self.check_ends_and_biases(request)?;
+        if request.logprobs.is_some_and(|n| usize::from(n) > self.top_logprobs) {
+            let message = format!("logprobs can be {} at most", self.top_logprobs);
+            return Err(invalid("logprobs", message));
+        }
+        self.check_room(request)
+    }
+
+    /// The parameter of what is continued: behind an encoder, the prompt is what that reads.
+    fn prompt_name(&self) -> &'static str {
+        match self.kind {
+            Kind::EncoderDecoder => "decoder_prompt",
+            Kind::Decoder | Kind::Encoder => "prompt",
+        }
+    }
+
+    /// The context, and the pages of prompt, answer and source.
+    fn check_room(&self, request: &Request) -> Result<(), RequestError> {
+        let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
+        let prompt = self.prompt_name();
+        let what = match self.kind {
+            Kind::EncoderDecoder => "the prompt, which is the source, the decoder's and max_tokens",
+            Kind::Decoder | Kind::Encoder => "prompt and max_tokens",
+        };
+        if prompt_tokens >= self.context && max_tokens > 0 {
+            return Err(RequestError::PromptTooLong { prompt, prompt_tokens, context: self.context });
+        }
+        if prompt_tokens + max_tokens > self.context {
+            return Err(RequestError::TooLong { prompt, prompt_tokens, max_tokens, context: self.context });
+        }
+        let pages_for = |positions: usize| positions.div_ceil(self.page_positions);
+        let needed = pages_for(prompt_tokens + max_tokens) + pages_for(request.source.len());
+        match needed > self.pages {
+            true => Err(RequestError::TooLarge { what, needed, pages: self.pages }),
+            false => Ok(()),
+        }
+    }
+
+    /// What ends a sequence early, or late, and what its logits get added.
+    fn check_ends_and_biases(&self, request: &Request) -> Result<(), RequestError> {
+        let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
+        let (vocab, limit) = (self.vocab, self.biases);
+        if min_tokens > max_tokens {
+            let message = format!("min_tokens is {min_tokens} but max_tokens is {max_tokens}");
+            return Err(invalid("min_tokens", message));
+        }
+        if let Some(id) = stop_ids.iter().find(|id| **id as usize >= vocab) {
+            let message = format!("stop token id {id} is not in the vocabulary of {vocab}");
+            return Err(invalid("stop_token_ids", message));
+        }
+        let eos = if request.ignore_eos { 0 } else { self.eos };
+        let ends = stop_ids.len() + eos;
+        if ends > limit {
+            let message = format!("tokens that end the sequence can be {limit} at most, not {ends}");
+            return Err(invalid("stop_token_ids", message));
+        }
+        if ends + logit_bias.len() > limit {
+            let (biases, rest) = (logit_bias.len(), limit - ends);
+            let message = format!(
+                "logit_bias can have {rest} tokens at most beside {ends} that end the sequence, not {biases}"
+            );
+            return Err(invalid("logit_bias", message));
+        }
+        check_biases(logit_bias, vocab).map_err(|message| invalid("logit_bias", message))
+    }
+
+    /// Places of a source of so many tokens that are to be filled, and how many tokens are wanted for each.
+    fn check_places(&self, at: &[u32], top: u8, tokens: usize) -> Result<(), RequestError> {
+        let Some(last) = at.last() else {
+            return Err(invalid("input", "the input has no place to fill".to_owned()));
+        };
+        if !at.is_sorted_by(|a, b| a < b) {
+            return Err(invalid("input", "places to fill must ascend".to_owned()));
+        }
+        if *last as usize >= tokens {
+            let message = format!("place {last} to fill is beyond the input of {tokens} tokens");
+            return Err(invalid("input", message));
+        }
+        match (1..=self.top_logprobs).contains(&usize::from(top)) {
+            true => Ok(()),
+            false => {
+                let message = format!("top_k is {top} but must be from 1 to {}", self.top_logprobs);
+                Err(invalid("top_k", message))
+            }
+        }
+    }
+}
+
+/// Of a lone encoder, the source is all there is.
+fn check_lone(request: &Request) -> Result<(), RequestError> {
+    match request.prompt.is_empty() {
+        true => Ok(()),
+        false => Err(invalid("prompt", "an input to an encoder has no prompt beside it".to_owned())),
+    }
+}
+
+/// What is wrong with a request's own biases, if anything.
+fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
+    if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
+        return Err(format!("logit_bias names token id {id}, which is not in the vocabulary of {vocab}"));
+    }
+    if let Some((id, _)) = biases.iter().find(|(_, bias)| bias.is_nan()) {
+        return Err(format!("logit_bias of token id {id} is not a number"));
+    }
+    let mut ids: Vec<u32> = biases.iter().map(|(id, _)| *id).collect();
+    ids.sort_unstable();
+    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!("logit_bias names token id {} twice", pair[0])),
+        None => Ok(()),
+    }
+}
+
+/// A parameter is wrong.
+pub(super) fn invalid(param: &'static str, message: String) -> RequestError {
+    RequestError::Invalid { param, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::request;
+    use super::*;
+    use crate::request::Pooling;
+
+    fn limits(kind: Kind) -> IntakeLimits {
+        IntakeLimits {
+            slots: 1,
+            max_waiting: 0,
+            context: 64,
+            source_context: if kind == Kind::Decoder { 0 } else { 40 },
+            vocab: 10,
+            top_logprobs: 5,
+            biases: 4,
+            eos: 1,
+            pages: if kind == Kind::Encoder { 0 } else { 3 },
+            page_positions: 32,
+            kind,
+            has_head: true,
+            endpoints: vec!["/v1/here", "/v1/there"],
+        }
+    }
+
+    fn translate(source: usize, prompt: usize, max_tokens: u32) -> Request {
+        Request { source: vec![3; source].into(), ..request(prompt, max_tokens) }
+    }
+
+    fn embed(source: &[u32]) -> Request {
+        let task = Task::Embed(Pooling::Mean);
+        Request { task, source: source.into(), prompt: [].into(), max_tokens: 0, ..request(0, 0) }
+    }
+
+    fn fill(source: &[u32], at: &[u32], top: u8) -> Request {
+        Request { task: Task::Fill { at: at.into(), top }, ..embed(source) }
+    }
+
+    /// Refused, because of that parameter, with all these words.
+    fn refuses(limits: &IntakeLimits, request: &Request, param: &str, words: &[&str]) {
+        match limits.check(request) {
+            Err(RequestError::Invalid { param: named, message }) => {
+                assert_eq!(named, param, "{message}");
+                assert!(words.iter().all(|word| message.contains(word)), "{message}");
+            }
+            other => panic!("{request:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn each_kind_does_its_own_tasks_and_names_them_for_the_others() {
+        use Kind::{Decoder, Encoder, EncoderDecoder};
+        let served = ["/v1/here and /v1/there"];
+        let tasks = [
+            (request(4, 4), [true, false, false]),
+            (translate(4, 4, 4), [false, false, true]),
+            (embed(&[1, 2]), [false, true, false]),
+            (fill(&[1, 2], &[1], 5), [false, true, false]),
+        ];
+        for (request, takes) in &tasks {
+            for (kind, takes) in [Decoder, Encoder, EncoderDecoder].into_iter().zip(takes) {
+                assert_eq!(limits(kind).check(request).is_ok(), *takes, "{kind:?}: {request:?}");
+            }
+        }
+        refuses(&limits(Encoder), &tasks[0].0, "model", &served);
+        for kind in [Decoder, EncoderDecoder] {
+            refuses(&limits(kind), &tasks[2].0, "model", &served);
+            refuses(&limits(kind), &tasks[3].0, "model", &served);
+        }
+        let headless = IntakeLimits { has_head: false, ..limits(Encoder) };
+        refuses(&headless, &tasks[3].0, "model", &served);
+        assert_eq!(headless.check(&tasks[2].0), Ok(()));
+    }
+
+    #[test]
+    fn a_source_is_where_an_encoder_reads_it_within_its_limit() {
+        let (decoder, both, encoder) =
+            (limits(Kind::Decoder), limits(Kind::EncoderDecoder), limits(Kind::Encoder));
+        refuses(&decoder, &translate(1, 4, 4), "prompt", &["no source"]);
+        refuses(&both, &request(4, 4), "prompt", &["no tokens"]);
+        refuses(&encoder, &embed(&[]), "input", &["no tokens"]);
+        assert_eq!(both.check(&translate(40, 4, 4)), Ok(()));
+        refuses(&both, &translate(41, 4, 4), "prompt", &["41", "40"]);
+        assert_eq!(encoder.check(&embed(&[9; 40])), Ok(()));
+        refuses(&encoder, &embed(&[9; 41]), "input", &["41", "40"]);
+        refuses(&encoder, &embed(&[1, 10]), "input", &["10"]);
+        let stranger = Request { source: [12].into(), ..translate(1, 4, 4) };
+        refuses(&both, &stranger, "prompt", &["12"]);
+        refuses(&encoder, &Request { prompt: [1].into(), ..embed(&[1]) }, "prompt", &["no prompt"]);
+    }
+
+    #[test]
+    fn prompt_and_answer_share_the_context_and_the_source_has_pages_of_its_own() {
+        let both = limits(Kind::EncoderDecoder);
+        assert_eq!(both.check(&translate(32, 60, 4)), Ok(()), "the source takes nothing of the context");
+        let prompt = "decoder_prompt";
+        let too_long = RequestError::TooLong { prompt, prompt_tokens: 60, max_tokens: 5, context: 64 };
+        assert_eq!(both.check(&translate(1, 60, 5)), Err(too_long));
+        let alone = RequestError::PromptTooLong { prompt, prompt_tokens: 64, context: 64 };
+        assert_eq!(both.check(&translate(1, 64, 5)), Err(alone));
+        let too_large = both.check(&translate(33, 60, 4)).unwrap_err();
+        assert!(matches!(too_large, RequestError::TooLarge { needed: 4, pages: 3, .. }), "{too_large:?}");
+        assert!(too_large.to_string().contains("source"), "{too_large}");
+        assert_eq!(both.check(&translate(33, 28, 4)), Ok(()));
+        refuses(&both, &translate(4, 0, 4), "decoder_prompt", &["no tokens"]);
+    }
+
+    #[test]
+    fn places_to_fill_are_places_of_the_input() {
+        let encoder = limits(Kind::Encoder);
+        assert_eq!(encoder.check(&fill(&[1, 2, 3], &[0, 2], 1)), Ok(()));
+        for (at, words) in [(&[][..], "no place"), (&[1, 1], "ascend"), (&[2, 1], "ascend"), (&[0, 3], "3")] {
+            refuses(&encoder, &fill(&[1, 2, 3], at, 5), "input", &[words]);
+        }
+        for top in [0, 6] {
+            refuses(&encoder, &fill(&[1], &[0], top), "top_k", &["from 1 to 5"]);
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! Prefill alone, with the test in the place of its neighbours.
+//!
+//! Invariant: no question is held while a test lets prompts come, unless the test says so.
+
+use super::*;
+use crate::actors::intake::Released;
+use crate::actors::stream::TokenStream;
+use crate::actors::testing::{ear, next, request, sequence, within};
+use crate::memory::{Lease, PagePool};
+use crate::request::{Pooling, Request, Task};
+use actix::{Addr, MessageResult};
+use std::time::Duration;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const POSITIONS: usize = 32;
+/// More than all prompts of a test have.
+const PLENTY: usize = 1000;
+
+/// A wish for pages, and the way to grant it.
+type Wish = (Reserve, oneshot::Sender<Option<Lease>>);
+
+/// A kv that leaves every answer to the test.
+struct FakeKv(UnboundedSender<Wish>);
+
+impl Actor for FakeKv {
+    type Context = Context<FakeKv>;
+}
+
+impl Handler<Reserve> for FakeKv {
+    type Result = ResponseFuture<Option<Lease>>;
+
+    fn handle(&mut self, wish: Reserve, _: &mut Self::Context) -> Self::Result {
+        let (reply, answer) = oneshot::channel();
+        let _ = self.0.send((wish, reply));
+        Box::pin(async { answer.await.unwrap_or_default() })
+    }
+}
+
+/// Asks how many prompts there are, how many of them are released, and whether a question is held.
+#[derive(Message)]
+#[rtype(result = "(usize, usize, bool)")]
+struct Peek;
+
+impl Handler<Peek> for Prefill {
+    type Result = MessageResult<Peek>;
+
+    fn handle(&mut self, _: Peek, _: &mut Self::Context) -> Self::Result {
+        MessageResult((self.prompts.len(), self.released, self.held.is_some()))
+    }
+}
+
+/// A prefill with the test in the place of all its neighbours.
+struct Rig {
+    prefill: Addr<Prefill>,
+    wishes: UnboundedReceiver<Wish>,
+    returned: UnboundedReceiver<Returned>,
+    home: Recipient<Released>,
+    permits: UnboundedReceiver<Released>,
+    pool: PagePool,
+}
+
+impl Rig {
+    fn new(policy: Policy, slots: usize) -> Rig {
+        let (wishes_tx, wishes) = unbounded_channel();
+        let (returned_to, returned) = ear();
+        let (home, permits) = ear();
+        let kv = FakeKv(wishes_tx).start().recipient();
+        let prefill = Prefill::new(kv, returned_to, policy, slots).start();
+        let pool = PagePool::new(100, POSITIONS);
+        Rig { prefill, wishes, returned, home, permits, pool }
+    }
+
+    /// Admits a request for an answer of four tokens, without granting its pages.
+    async fn admit(&mut self, key: u64, len: usize) -> (Wish, TokenStream) {
+        self.admit_request(key, request(len, 4)).await
+    }
+
+    async fn admit_request(&mut self, key: u64, request: Request) -> (Wish, TokenStream) {
+        let wanted = match request.task {
+            Task::Generate => (request.prompt.len() + 4, request.source.len()),
+            _ => (0, 0),
+        };
+        let (sequence, stream) = sequence(key, request, self.home.clone());
+        self.prefill.do_send(Admit(sequence));
+        let wish = next(&mut self.wishes).await;
+        let asked = (wish.0.positions, wish.0.source);
+        assert_eq!(asked, wanted, "pages are asked for prompt and answer, and for a source that stays");
+        (wish, stream)
+    }
+
+    fn grant(&mut self, (wish, reply): Wish) {
+        let lease = self.pool.reserve_with_source(wish.positions, wish.source);
+        assert!(reply.send(lease).is_ok(), "prefill waits for its pages");
+    }
+
+    /// Admits a request, grants its pages, and waits until prefill keeps it. No question may be held:
+    /// its answer could take the prompt away at once.
+    async fn prompt(&mut self, key: u64, len: usize) -> TokenStream {
+        self.prompt_of(key, request(len, 4)).await
+    }
+
+    async fn prompt_of(&mut self, key: u64, request: Request) -> TokenStream {
+        let (wish, stream) = self.admit_request(key, request).await;
+        let before = self.peek().await.0;
+        self.grant(wish);
+        self.until(|(prompts, ..)| prompts > before).await;
+        stream
+    }
+
+    async fn peek(&self) -> (usize, usize, bool) {
+        within(self.prefill.send(Peek)).await.expect("prefill answers")
+    }
+
+    async fn until(&self, wanted: impl Fn((usize, usize, bool)) -> bool) {
+        within(async {
+            while !wanted(self.peek().await) {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+    }
+
+    /// Asks for chunks, now; the answer can be awaited later.
+    fn ask(&self, budget: usize, live: usize) -> impl Future<Output = Vec<Chunk>> + use<> {
+        let answer = self.prefill.send(NextChunk { budget, live });
+        async { within(answer).await.expect("prefill answers") }
+    }
+
+    async fn chunks(&self, budget: usize, live: usize) -> Vec<(u64, usize, usize, bool)> {
+        plain(&self.ask(budget, live).await)
+    }
+}
+
+/// A prompt for a decoder behind a source.
+fn translate(source: usize, len: usize) -> Request {
+    Request { source: vec![5; source].into(), ..request(len, 4) }
+}
+
+/// A text for a lone encoder.
+fn embed(source: usize) -> Request {
+    Request { task: Task::Embed(Pooling::Mean), max_tokens: 0, ..translate(source, 0) }
+}
+
+/// (key, start, length, last) of each chunk.
+fn plain(chunks: &[Chunk]) -> Vec<(u64, usize, usize, bool)> {
+    for chunk in chunks {
+        assert_eq!(chunk.sequence.is_some(), chunk.start == 0, "a sequence comes with its first chunk");
+        let lease = chunk.sequence.as_ref().map(|sequence| sequence.lease.is_some());
+        assert_ne!(lease, Some(false), "and has its pages");
+    }
+    chunks.iter().map(|chunk| (chunk.key.0, chunk.start, chunk.len, chunk.last)).collect()
+}
+
+#[actix::test]
+async fn prompts_share_the_budget_first_in_first_out() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    let _clients = [rig.prompt(1, 10).await, rig.prompt(2, 4).await, rig.prompt(3, 20).await];
+    assert_eq!(rig.chunks(16, 0).await, [(1, 0, 10, true), (2, 0, 4, true), (3, 0, 2, false)]);
+    assert_eq!(rig.chunks(0, 3).await, [], "no budget, no chunk");
+    assert_eq!(rig.chunks(5, 3).await, [(3, 2, 5, false)]);
+    assert_eq!(rig.chunks(PLENTY, 3).await, [(3, 7, 13, true)]);
+    assert_eq!(rig.chunks(PLENTY, 3).await, []);
+}
+
+#[actix::test]
+async fn sources_go_whole_and_share_the_budget_with_what_follows_them() {
+    let mut rig = Rig::new(Policy::Fused, 8);
+    let mut clients = Vec::new();
+    for (key, source, len) in [(1, 10, 2), (2, 5, 1), (3, 30, 3), (4, 2, 9), (5, 19, 4), (6, 20, 1)] {
+        clients.push(rig.prompt_of(key, translate(source, len)).await);
+    }
+    assert_eq!(rig.chunks(20, 0).await, [(1, 0, 2, true), (2, 0, 1, true)], "the third does not fit");
+    assert_eq!(rig.chunks(20, 2).await, [(3, 0, 1, false)], "one that never fits goes alone");
+    assert_eq!(rig.chunks(12, 3).await, [(3, 1, 2, true), (4, 0, 8, false)]);
+    assert_eq!(rig.chunks(20, 4).await, [(4, 8, 1, true)], "a source has no room without a token after it");
+    assert_eq!(rig.chunks(20, 4).await, [(5, 0, 1, false)], "it fits to the last token");
+    assert_eq!(rig.chunks(23, 5).await, [(5, 1, 3, true)]);
+    assert_eq!(rig.chunks(PLENTY, 5).await, [(6, 0, 1, true)]);
+    assert_eq!(rig.peek().await.0, 0);
+}
+
+#[actix::test]
+async fn texts_for_a_lone_encoder_are_their_sources_and_share_a_step() {
+    let mut rig = Rig::new(Policy::Fused, 8);
+    let mut clients = Vec::new();
+    for (key, source) in [(1, 8), (2, 8), (3, 1), (4, 50), (5, 2)] {
+        clients.push(rig.prompt_of(key, embed(source)).await);
+    }
+    assert_eq!(rig.pool.used(), 0);
+    assert_eq!(rig.chunks(16, 0).await, [(1, 0, 0, true), (2, 0, 0, true)]);
+    assert_eq!(rig.chunks(16, 0).await, [(3, 0, 0, true)]);
+    assert_eq!(rig.chunks(16, 0).await, [(4, 0, 0, true)]);
+    assert_eq!(rig.chunks(16, 0).await, [(5, 0, 0, true)]);
+}
+
+/// With nothing live a question waits for work, and the first of those who come together must not go alone.
+#[actix::test]
+async fn who_is_ready_in_the_same_moment_starts_together() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    let answer = rig.ask(PLENTY, 0);
+    let mut wishes = Vec::new();
+    let mut clients = Vec::new();
+    for key in 1..4 {
+        let (wish, client) = rig.admit_request(key, embed(5)).await;
+        wishes.push(wish);
+        clients.push(client);
+    }
+    wishes.into_iter().for_each(|wish| rig.grant(wish));
+    assert_eq!(plain(&answer.await), [(1, 0, 0, true), (2, 0, 0, true), (3, 0, 0, true)]);
+}
+
+#[actix::test]
+async fn who_came_first_goes_first_whenever_its_pages_come() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    let (first, _first) = rig.admit(1, 5).await;
+    let _second = rig.prompt(2, 6).await;
+    rig.grant(first);
+    rig.until(|(prompts, ..)| prompts == 2).await;
+    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 5, true), (2, 0, 6, true)]);
+}
+
+#[actix::test]
+async fn a_question_is_held_until_there_is_work_unless_somebody_lives() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    assert_eq!(rig.chunks(PLENTY, 1).await, []);
+    let answer = rig.ask(PLENTY, 0);
+    let (wish, _client) = rig.admit(1, 5).await;
+    assert_eq!(rig.peek().await, (0, 0, true), "a prompt without pages is no work");
+    rig.grant(wish);
+    assert_eq!(plain(&answer.await), [(1, 0, 5, true)]);
+}
+
+#[actix::test]
+async fn who_gets_no_pages_goes_home() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    let ((_, reply), _client) = rig.admit(1, 5).await;
+    assert!(reply.send(None).is_ok());
+    next(&mut rig.permits).await;
+    assert_eq!(rig.peek().await.0, 0);
+}
+
+#[actix::test]
+async fn who_hung_up_is_dropped_and_kv_hears_of_its_pages() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    let _first = rig.prompt(1, 10).await;
+    let second = rig.prompt(2, 10).await;
+    let _third = rig.prompt(3, 10).await;
+    drop(second);
+    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true), (3, 0, 10, true)]);
+    next(&mut rig.returned).await;
+    next(&mut rig.permits).await;
+    // A prompt that has begun as well: its sequence is decode's, its rest is void.
+    let begun = rig.prompt(4, 10).await;
+    let _last = rig.prompt(5, 3).await;
+    assert_eq!(rig.chunks(4, 2).await, [(4, 0, 4, false)]);
+    drop(begun);
+    assert_eq!(rig.chunks(PLENTY, 2).await, [(5, 0, 3, true)]);
+    next(&mut rig.returned).await;
+}
+
+#[actix::test]
+async fn pages_of_who_hung_up_are_free_when_kv_hears_of_them() {
+    let mut rig = Rig::new(Policy::Fused, 4);
+    drop(rig.prompt(1, 60).await);
+    assert_eq!(rig.pool.used(), 2);
+    assert_eq!(rig.chunks(PLENTY, 1).await, []);
+    next(&mut rig.returned).await;
+    assert_eq!(rig.pool.used(), 0);
+}
+
+#[actix::test]
+async fn after_a_fault_what_had_begun_is_forgotten_and_what_had_not_is_kept() {
+    for policy in [Policy::Fused, Policy::Window { window: HOUR }] {
+        let mut rig = Rig::new(policy, 3);
+        let _clients = [rig.prompt(1, 20).await, rig.prompt(2, 10).await, rig.prompt(3, 10).await];
+        assert_eq!(rig.chunks(8, 0).await, [(1, 0, 8, false)]);
+        rig.prefill.do_send(ForgetBegun);
+        assert_eq!(rig.peek().await, (2, 2, false), "{policy:?}");
+        assert_eq!(rig.chunks(PLENTY, 0).await, [(2, 0, 10, true), (3, 0, 10, true)], "{policy:?}");
+    }
+}
+
+#[actix::test]
+async fn a_window_gathers_until_every_slot_has_its_prompt() {
+    let mut rig = Rig::new(Policy::Window { window: HOUR }, 3);
+    let mut clients = vec![rig.prompt(1, 10).await, rig.prompt(2, 10).await];
+    let answer = rig.ask(12, 0);
+    assert_eq!(rig.peek().await, (2, 0, true), "the window is open");
+    let (third, client) = rig.admit(3, 10).await;
+    clients.push(client);
+    rig.grant(third);
+    assert_eq!(plain(&answer.await), [(1, 0, 10, true), (2, 0, 2, false)]);
+    // Nobody joins, be it that a released prompt is on its way or that a sequence lives.
+    for key in 4..7 {
+        clients.push(rig.prompt(key, 5).await);
+    }
+    assert_eq!(rig.chunks(PLENTY, 2).await, [(2, 2, 8, true), (3, 0, 10, true)]);
+    assert_eq!(rig.chunks(PLENTY, 1).await, []);
+    assert_eq!(rig.peek().await, (3, 0, false));
+    assert_eq!(rig.chunks(PLENTY, 0).await, [(4, 0, 5, true), (5, 0, 5, true), (6, 0, 5, true)]);
+}
+
+#[actix::test]
+async fn a_released_prompt_whose_client_left_does_not_make_room_for_another() {
+    let mut rig = Rig::new(Policy::Window { window: HOUR }, 3);
+    let _first = rig.prompt(1, 10).await;
+    let second = rig.prompt(2, 10).await;
+    let _third = rig.prompt(3, 10).await;
+    assert_eq!(rig.chunks(4, 0).await, [(1, 0, 4, false)]);
+    drop(second);
+    let _fourth = rig.prompt(4, 10).await;
+    assert_eq!(rig.chunks(PLENTY, 1).await, [(1, 4, 6, true), (3, 0, 10, true)]);
+    assert_eq!(rig.peek().await, (1, 0, false));
+}
+
+#[actix::test]
+async fn a_window_ends_by_the_clock_but_not_while_somebody_lives() {
+    let mut rig = Rig::new(Policy::Window { window: Duration::from_millis(1) }, 3);
+    let answer = rig.ask(PLENTY, 0);
+    let (first, _client) = rig.admit(1, 10).await;
+    rig.grant(first);
+    assert_eq!(plain(&answer.await), [(1, 0, 10, true)]);
+    let mut rig = Rig::new(Policy::Window { window: Duration::ZERO }, 3);
+    let _first = rig.prompt(1, 10).await;
+    assert_eq!(rig.chunks(PLENTY, 1).await, []);
+    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true)]);
+}

@@ -1,0 +1,43 @@
+//! What a GGUF file says of chats.
+//!
+//! Invariant: a token is named as the file's own vocabulary names it.
+
+use super::Gguf;
+use crate::formats::chat::{ChatFiles, ChatSource};
+use anyhow::Result;
+use std::collections::BTreeMap;
+
+const TEMPLATE: &str = "tokenizer.chat_template";
+const TOKENS: &str = "tokenizer.ggml.tokens";
+
+/// The parts that tokens play: keys that hold the id, and the names that templates know them by.
+const SPECIAL: [(&str, &str); 4] = [
+    ("tokenizer.ggml.bos_token_id", "bos_token"),
+    ("tokenizer.ggml.eos_token_id", "eos_token"),
+    ("tokenizer.ggml.unknown_token_id", "unk_token"),
+    ("tokenizer.ggml.padding_token_id", "pad_token"),
+];
+
+impl ChatFiles {
+    /// What the file itself says, and the folder that it lies in where it says nothing.
+    pub fn from_gguf(gguf: &Gguf) -> Result<ChatFiles> {
+        let mut chat = ChatFiles::from_folder(&gguf.folder())?;
+        if let Some(text) = gguf.opt_str(TEMPLATE)? {
+            let origin = format!("{}: key '{TEMPLATE}'", gguf.path().display());
+            chat.template = Some(ChatSource { origin, text: text.to_owned() });
+        }
+        chat.special_tokens.extend(special_tokens(gguf)?);
+        Ok(chat)
+    }
+}
+
+fn special_tokens(gguf: &Gguf) -> Result<BTreeMap<String, String>> {
+    let mut special = BTreeMap::new();
+    for (key, name) in SPECIAL {
+        let Some(id) = gguf.opt_u32(key)? else { continue };
+        if let Some(token) = gguf.opt_string_at(TOKENS, id as usize)? {
+            special.insert(name.to_owned(), token.to_owned());
+        }
+    }
+    Ok(special)
+}

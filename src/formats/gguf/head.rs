@@ -1,0 +1,233 @@
+//! The head of a GGUF file: what is declared in it, and where the tensors lie.
+//!
+//! | bytes | are |
+//! |---|---|
+//! | `GGUF`, version | u32, from 1 to 3 |
+//! | counts | tensors, then metadata entries; 32 bits in version 1, 64 later |
+//! | metadata | for each: key, type, value |
+//! | tensors | for each: name, number of dimensions, dimensions innermost first, type, offset |
+//! | data | from the next multiple of the alignment; offsets count from here |
+//!
+//! Strings have their length before them, arrays the type and number of their elements.
+//! Invariant: of an accepted file every tensor lies inside it and has bytes of its own.
+
+use super::cursor::{Counts, Cursor};
+use super::types::GgmlType;
+use super::value::Value;
+use crate::formats::{Dtype, fixed_bytes};
+use anyhow::{Context, Result, bail, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+pub(super) const MAGIC: [u8; 4] = *b"GGUF";
+
+/// The first bytes of the formats before this one, which are their names backwards.
+const LEGACY: [(&[u8; 4], &str); 4] =
+    [(b"lmgg", "ggml"), (b"fmgg", "ggmf"), (b"tjgg", "ggjt"), (b"algg", "ggla")];
+
+const ALIGNMENT: &str = "general.alignment";
+const ALIGNMENT_DEFAULT: u64 = 32;
+const ALIGNMENT_MAX: u64 = 1 << 16;
+
+/// Bounds of the format: the longest key and name, in bytes, and the dimensions of a tensor.
+const KEY_BYTES_MAX: usize = (1 << 16) - 1;
+const NAME_BYTES_MAX: usize = 64;
+const DIMENSIONS_MAX: u32 = 4;
+
+/// Bounds no real file comes near, so that a file of many gigabytes cannot have as many entries.
+const ENTRIES_MAX: usize = 1 << 16;
+const TENSORS_MAX: usize = 1 << 18;
+
+/// What a file declares.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Head {
+    /// 1, 2 or 3.
+    pub version: u32,
+    pub metadata: BTreeMap<String, Value>,
+    /// In the file's order.
+    pub tensors: Vec<Tensor>,
+}
+
+/// A tensor and its place in the file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    pub name: String,
+    pub dtype: Dtype,
+    /// Outermost dimension first.
+    pub shape: Vec<usize>,
+    pub bytes: Range<usize>,
+}
+
+impl Head {
+    /// Reads the head of a file with these bytes. Any bytes may be given: what is wrong with them is an error
+    /// that names key or tensor, and nothing is allocated that they are too few for.
+    pub fn read(bytes: &[u8]) -> Result<Head> {
+        let version = read_version(bytes)?;
+        let counts = Counts::of_version(version);
+        let mut cursor = Cursor::new(bytes, 8, counts);
+        let tensors = cursor.count("tensors", least_tensor_bytes(counts))?;
+        let entries = cursor.count("metadata entries", least_entry_bytes(counts))?;
+        ensure!(tensors <= TENSORS_MAX, "{tensors} tensors are declared, more than {TENSORS_MAX}");
+        ensure!(entries <= ENTRIES_MAX, "{entries} metadata entries are declared, more than {ENTRIES_MAX}");
+        let metadata = read_metadata(&mut cursor, entries)?;
+        let alignment = alignment(&metadata)?;
+        let described = read_described(&mut cursor, tensors)?;
+        let data = Data { start: cursor.at().next_multiple_of(alignment), alignment, end: bytes.len() };
+        Ok(Head { version, metadata, tensors: data.place(described)? })
+    }
+}
+
+/// Whether a file that begins with these bytes is a GGUF file, or of a format before it.
+pub(super) fn is_of_the_family(bytes: &[u8]) -> bool {
+    bytes.starts_with(&MAGIC) || LEGACY.iter().any(|(magic, _)| bytes.starts_with(*magic))
+}
+
+fn read_version(bytes: &[u8]) -> Result<u32> {
+    let magic = fixed_bytes::<4>(bytes, 0)?;
+    if let Some((_, name)) = LEGACY.iter().find(|(legacy, _)| **legacy == magic) {
+        bail!("a file of the {name} format, which GGUF has replaced: convert the model to GGUF");
+    }
+    ensure!(magic == MAGIC, "no GGUF file: it begins with {}", magic.escape_ascii());
+    match u32::from_le_bytes(fixed_bytes(bytes, 4)?) {
+        version @ 1..=3 => Ok(version),
+        version if (1..=3).contains(&version.swap_bytes()) => {
+            bail!("a big-endian GGUF file: only little-endian ones can be read")
+        }
+        version => bail!("GGUF version {version} is not known (known: 1, 2 and 3)"),
+    }
+}
+
+/// A key's length, a type and a value of one byte.
+fn least_entry_bytes(counts: Counts) -> usize {
+    counts.bytes() + 4 + 1
+}
+
+/// A name's length, the number of dimensions, a type and an offset.
+fn least_tensor_bytes(counts: Counts) -> usize {
+    counts.bytes() + 4 + 4 + 8
+}
+
+fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String, Value>> {
+    let mut metadata = BTreeMap::new();
+    for _ in 0..entries {
+        let key = cursor.name("the metadata key", KEY_BYTES_MAX)?;
+        let value = Value::read(cursor).with_context(|| format!("key '{key}'"))?;
+        ensure!(metadata.insert(key.to_owned(), value).is_none(), "key '{key}': it is there twice");
+    }
+    Ok(metadata)
+}
+
+fn alignment(metadata: &BTreeMap<String, Value>) -> Result<usize> {
+    let alignment = match metadata.get(ALIGNMENT) {
+        None => ALIGNMENT_DEFAULT,
+        Some(value) => value.whole().with_context(|| {
+            format!("key '{ALIGNMENT}': {} is no whole number that is not negative", value.kind())
+        })?,
+    };
+    let fits = alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
+    ensure!(fits, "key '{ALIGNMENT}': {alignment} is no power of two up to {ALIGNMENT_MAX}");
+    Ok(alignment as usize)
+}
+
+/// A tensor as the head describes it.
+struct Described<'a> {
+    name: &'a str,
+    ty: GgmlType,
+    shape: Vec<usize>,
+    /// From the start of the data, in bytes.
+    offset: u64,
+}
+
+fn read_described<'a>(cursor: &mut Cursor<'a>, count: usize) -> Result<Vec<Described<'a>>> {
+    let mut described = Vec::new();
+    let mut names = BTreeSet::new();
+    for _ in 0..count {
+        let name = cursor.name("the tensor name", NAME_BYTES_MAX)?;
+        ensure!(names.insert(name), "tensor '{name}': it is described twice");
+        described.push(Described::read(name, cursor).with_context(|| format!("tensor '{name}'"))?);
+    }
+    Ok(described)
+}
+
+impl<'a> Described<'a> {
+    fn read(name: &'a str, cursor: &mut Cursor<'a>) -> Result<Described<'a>> {
+        let dimensions = cursor.u32()?;
+        ensure!(dimensions <= DIMENSIONS_MAX, "{dimensions} dimensions, more than {DIMENSIONS_MAX}");
+        let mut shape = (0..dimensions).map(|_| cursor.size()).collect::<Result<Vec<_>>>()?;
+        shape.reverse();
+        ensure!(!shape.contains(&0), "shape {shape:?}: it has no numbers");
+        Ok(Described { name, ty: GgmlType::of(cursor.u32()?), shape, offset: cursor.u64()? })
+    }
+}
+
+/// Where the tensors' bytes lie.
+struct Data {
+    /// In the file.
+    start: usize,
+    alignment: usize,
+    /// Bytes of the file.
+    end: usize,
+}
+
+impl Data {
+    /// Gives each tensor its place. They may come in any order, with room between them.
+    fn place(&self, described: Vec<Described>) -> Result<Vec<Tensor>> {
+        let begins = described.iter().map(|tensor| self.begin(tensor)).collect::<Result<Vec<_>>>()?;
+        let mut order: Vec<usize> = (0..described.len()).collect();
+        order.sort_by_key(|at| begins[*at]);
+        let mut ends = vec![self.end; described.len()];
+        let mut free = (self.start, "");
+        for (nth, &at) in order.iter().enumerate() {
+            let (tensor, begin) = (&described[at], begins[at]);
+            let next = order.get(nth + 1).map_or(self.end, |next| begins[*next]);
+            ensure!(
+                begin >= free.0,
+                "tensor '{}': it begins at {begin}, inside the tensor '{}', which ends at {}",
+                tensor.name,
+                free.1,
+                free.0
+            );
+            ends[at] = self.stop(tensor, begin, next)?;
+            free = (ends[at], tensor.name);
+        }
+        let places = begins.into_iter().zip(ends);
+        Ok(described.into_iter().zip(places).map(|(tensor, (begin, end))| tensor.at(begin..end)).collect())
+    }
+
+    fn begin(&self, tensor: &Described) -> Result<usize> {
+        let Described { name, offset, .. } = tensor;
+        let (within, alignment) = (usize::try_from(*offset).ok(), self.alignment);
+        let begin = within.and_then(|offset| self.start.checked_add(offset)).filter(|at| *at <= self.end);
+        let begin = begin.with_context(|| {
+            format!(
+                "truncated: tensor '{name}': it begins {offset} bytes into the data, beyond the file's end"
+            )
+        })?;
+        ensure!(
+            (begin - self.start).is_multiple_of(alignment),
+            "tensor '{name}': its offset {offset} is no multiple of the alignment, which is {alignment}"
+        );
+        Ok(begin)
+    }
+
+    /// Where a tensor ends; one of an unknown type, at the next.
+    fn stop(&self, tensor: &Described, begin: usize, next: usize) -> Result<usize> {
+        let name = tensor.name;
+        let bytes = tensor.ty.bytes(&tensor.shape).with_context(|| format!("tensor '{name}'"))?;
+        let Some(bytes) = bytes else {
+            ensure!(begin < next, "tensor '{name}': it begins at {begin}, and no bytes are left for it");
+            return Ok(next);
+        };
+        let end = begin.checked_add(bytes).filter(|end| *end <= self.end);
+        end.with_context(|| {
+            let file = self.end;
+            format!("truncated: tensor '{name}': {bytes} bytes from {begin} on, and the file has {file}")
+        })
+    }
+}
+
+impl Described<'_> {
+    fn at(self, bytes: Range<usize>) -> Tensor {
+        Tensor { name: self.name.to_owned(), dtype: self.ty.dtype(), shape: self.shape, bytes }
+    }
+}

@@ -1,0 +1,112 @@
+//! GGUF: one file, or several, that hold a model's tensors and all that is said of it, its vocabulary included.
+//!
+//! Versions 1 to 3, little-endian. Of the number formats those are read that can be computed with; tensors of
+//! any other may lie in a file that nobody needs them of.
+//! Invariant: tensors stay where the files are mapped, in the types they are stored in.
+
+mod cursor;
+
+mod value;
+
+mod types;
+
+mod head;
+
+mod metadata;
+
+mod split;
+
+mod chat;
+
+#[cfg(test)]
+mod tests;
+
+pub use head::{Head, Tensor};
+pub use metadata::Gguf;
+pub use value::{Array, Value};
+
+use super::folder::FileBytes;
+use super::mmap::MappedFile;
+use super::{Checkpoint, Entry, Folder, Layout};
+use anyhow::{Context, Result, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How the files' names end.
+const EXTENSION: &str = "gguf";
+
+impl Checkpoint {
+    /// Opens a GGUF file, and with one of several files all of them. Tensors have the names they have there.
+    pub fn open_gguf(path: &Path) -> Result<(Checkpoint, Gguf)> {
+        let opened = open(path)?;
+        let files = match split::files(&opened.0)? {
+            None => vec![opened],
+            Some(paths) => paths.iter().map(|path| open(path)).collect::<Result<_>>()?,
+        };
+        let count = files.len();
+        let mut checkpoint = Checkpoint { files: Vec::new(), tensors: BTreeMap::new() };
+        let mut first = None;
+        for (place, (gguf, tensors)) in files.into_iter().enumerate() {
+            split::check_place(&gguf, place, count)?;
+            checkpoint.add(&gguf, tensors)?;
+            first.get_or_insert(gguf);
+        }
+        let first = first.expect("there is at least the file itself; anything else is a bug");
+        split::check_tensors(&first, checkpoint.tensors.len())?;
+        Ok((checkpoint, first))
+    }
+
+    fn add(&mut self, gguf: &Gguf, tensors: Vec<Tensor>) -> Result<()> {
+        let file = self.files.len();
+        self.files.push(FileBytes::Mapped(gguf.file.clone()));
+        for Tensor { name, dtype, shape, bytes } in tensors {
+            let is_new = !self.tensors.contains_key(&name);
+            ensure!(is_new, "{}: tensor '{name}': another file has it too", gguf.path().display());
+            self.tensors.insert(name, Entry { dtype, shape, file, bytes, layout: Layout::Dense });
+        }
+        Ok(())
+    }
+}
+
+fn open(path: &Path) -> Result<(Gguf, Vec<Tensor>)> {
+    let file = MappedFile::open(path)?;
+    let head = Head::read(file.bytes()).with_context(|| path.display().to_string())?;
+    let gguf = Gguf { file: Arc::new(file), version: head.version, entries: head.metadata };
+    Ok((gguf, head.tensors))
+}
+
+impl Gguf {
+    /// Whether a file is meant to be read as GGUF: by its name, or because it begins like one, or like a file
+    /// of a format that GGUF has replaced, which is then refused by name.
+    pub fn is_meant(path: &Path) -> Result<bool> {
+        let is_named = path.extension().is_some_and(|extension| extension == EXTENSION);
+        Ok(is_named || head::is_of_the_family(MappedFile::open(path)?.bytes()))
+    }
+
+    /// The one GGUF model in a folder, by its first file; none if the folder has no such file.
+    pub fn in_folder(folder: &Path) -> Result<Option<PathBuf>> {
+        let named = || format!("cannot list {}", folder.display());
+        let mut found = BTreeSet::new();
+        for entry in std::fs::read_dir(folder).with_context(named)? {
+            let name = entry.with_context(named)?.file_name().to_string_lossy().into_owned();
+            if Path::new(&name).extension().is_some_and(|extension| extension == EXTENSION) {
+                found.insert(split::SplitName::parse(&name).map_or(name, |split| split.first()));
+            }
+        }
+        let names = found.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+        ensure!(found.len() <= 1, "{}: it has several models, name one: {names}", folder.display());
+        Ok(found.pop_first().map(|name| folder.join(name)))
+    }
+
+    /// What the model is called after its file.
+    pub fn stem(&self) -> Option<String> {
+        split::stem(self.path())
+    }
+
+    /// The folder of the file, where more may be said of the model.
+    pub fn folder(&self) -> Folder {
+        let parent = self.path().parent().filter(|parent| !parent.as_os_str().is_empty());
+        Folder::disk(parent.unwrap_or(Path::new(".")))
+    }
+}

@@ -1,0 +1,114 @@
+//! The number formats of ggml: the id, name and block of each, and which of them can be computed with.
+//!
+//! Invariant: a type's bytes are known if its row is here; one of an id that is not here can be named by it,
+//! but not measured.
+
+use crate::formats::{Dtype, elements};
+use anyhow::{Context, Result, ensure};
+use mainstem_kernels::QuantType;
+
+/// A type's id, its name in ggml, and the numbers and bytes of its block.
+type Row = (u32, &'static str, usize, usize);
+
+/// Ids that are missing were given up: no file has them.
+const TYPES: [Row; 34] = [
+    (0, "f32", 1, 4),
+    (1, "f16", 1, 2),
+    (2, "q4_0", 32, 18),
+    (3, "q4_1", 32, 20),
+    (6, "q5_0", 32, 22),
+    (7, "q5_1", 32, 24),
+    (8, "q8_0", 32, 34),
+    (9, "q8_1", 32, 40),
+    (10, "q2_K", 256, 84),
+    (11, "q3_K", 256, 110),
+    (12, "q4_K", 256, 144),
+    (13, "q5_K", 256, 176),
+    (14, "q6_K", 256, 210),
+    (15, "q8_K", 256, 292),
+    (16, "iq2_xxs", 256, 66),
+    (17, "iq2_xs", 256, 74),
+    (18, "iq3_xxs", 256, 98),
+    (19, "iq1_s", 256, 50),
+    (20, "iq4_nl", 32, 18),
+    (21, "iq3_s", 256, 110),
+    (22, "iq2_s", 256, 82),
+    (23, "iq4_xs", 256, 136),
+    (24, "i8", 1, 1),
+    (25, "i16", 1, 2),
+    (26, "i32", 1, 4),
+    (27, "i64", 1, 8),
+    (28, "f64", 1, 8),
+    (29, "iq1_m", 256, 56),
+    (30, "bf16", 1, 2),
+    (34, "tq1_0", 256, 54),
+    (35, "tq2_0", 256, 66),
+    (39, "mxfp4", 32, 17),
+    (40, "nvfp4", 64, 36),
+    (41, "q1_0", 128, 18),
+];
+
+/// A number format of ggml.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GgmlType {
+    id: u32,
+    row: Option<&'static Row>,
+}
+
+impl GgmlType {
+    /// The type of that id, whether it is known or not.
+    pub(super) fn of(id: u32) -> GgmlType {
+        GgmlType { id, row: TYPES.iter().find(|row| row.0 == id) }
+    }
+
+    /// What it is to a checkpoint: types of the same name are the same.
+    pub(super) fn dtype(self) -> Dtype {
+        match self.row {
+            None => Dtype::Foreign(format!("type {}", self.id)),
+            Some((_, name, ..)) => match QuantType::by_name(name) {
+                Some(ty) => Dtype::Known(ty),
+                None => Dtype::Foreign((*name).to_owned()),
+            },
+        }
+    }
+
+    /// Bytes of a tensor of `shape`, outermost dimension first; `None` if the type cannot be measured.
+    pub(super) fn bytes(self, shape: &[usize]) -> Result<Option<usize>> {
+        let Some((_, name, numbers, bytes)) = self.row else { return Ok(None) };
+        let width = shape.last().copied().unwrap_or(1);
+        ensure!(
+            width.is_multiple_of(*numbers),
+            "rows of {width} numbers are no whole number of {name} blocks, which have {numbers}"
+        );
+        let needed = elements(shape).and_then(|count| (count / numbers).checked_mul(*bytes));
+        needed.map(Some).with_context(|| format!("shape {shape:?} of {name} is too large to count"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_can_be_computed_with_has_the_bytes_that_kernels_read() {
+        for ty in QuantType::all() {
+            let (id, _, numbers, bytes) = TYPES.iter().find(|row| row.1 == ty.name()).expect("it is known");
+            assert_eq!((*numbers, *bytes), (ty.row().block_elements, ty.row().block_bytes), "{ty}");
+            assert_eq!(GgmlType::of(*id).dtype(), Dtype::Known(ty));
+        }
+        assert!(TYPES.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend, so none is there twice");
+    }
+
+    #[test]
+    fn bytes_are_those_of_whole_rows() {
+        assert_eq!(GgmlType::of(12).bytes(&[3, 512]).unwrap(), Some(3 * 2 * 144));
+        assert_eq!(GgmlType::of(0).bytes(&[]).unwrap(), Some(4));
+        assert_eq!(GgmlType::of(8).bytes(&[0, 32]).unwrap(), Some(0));
+        assert_eq!(GgmlType::of(99).bytes(&[7]).unwrap(), None);
+        assert_eq!(GgmlType::of(99).dtype(), Dtype::Foreign("type 99".to_owned()));
+        // 96 numbers are three blocks, but not in rows of 48.
+        let error = GgmlType::of(2).bytes(&[2, 48]).unwrap_err().to_string();
+        assert!(error.contains("rows of 48") && error.contains("q4_0"), "{error}");
+        assert!(GgmlType::of(1).bytes(&[1 << 40, 1 << 40]).is_err());
+    }
+}

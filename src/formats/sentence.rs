@@ -1,0 +1,239 @@
+//! How an encoder's folder says that a text becomes one vector: the files of sentence-transformers, `modules.json`
+//! and the settings of its pooling module.
+//!
+//! Invariant: a module or a way of pooling that is not served is kept by its name, so that who needs it can refuse;
+//! only a file that cannot be read is an error here.
+
+use super::{Folder, HubConfig, is_plain_name};
+use crate::request::Pooling;
+use anyhow::{Context, Result, anyhow, ensure};
+use serde::Deserialize;
+use std::fmt;
+
+/// The list of modules, and the settings of the module that usually pools.
+pub const MODULES: &str = "modules.json";
+pub const POOLING_CONFIG: &str = "1_Pooling/config.json";
+
+/// What stands before a way of pooling in the settings.
+const MODE: &str = "pooling_mode_";
+/// The one that some files have instead of a switch for each.
+const MODE_NAME: &str = "pooling_mode";
+
+/// What a folder says of vectors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SentenceFiles {
+    pub pooling: FoundPooling,
+    /// A module brings each vector to length 1.
+    pub normalize: bool,
+}
+
+/// A way of pooling, as far as it is one of ours.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundPooling {
+    Served(Pooling),
+    Unserved(Unserved),
+}
+
+/// What is in the way of a pooling that would be as the files say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unserved {
+    /// The file that asks for it, with its path.
+    pub file: String,
+    pub why: String,
+}
+
+impl fmt::Display for Unserved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.file, self.why)
+    }
+}
+
+#[derive(Deserialize)]
+struct Module {
+    path: String,
+    /// `sentence_transformers.models.Pooling`: the last part tells.
+    #[serde(rename = "type")]
+    class: String,
+}
+
+impl SentenceFiles {
+    /// Reads a model's folder; `None` if it has no list of modules.
+    pub fn from_folder(folder: &Folder) -> Result<Option<SentenceFiles>> {
+        let Some(content) = folder.read(MODULES)? else { return Ok(None) };
+        let name = || folder.file(MODULES).display().to_string();
+        let modules: Vec<Module> = serde_json::from_slice(&content).with_context(name)?;
+        let unserved = |why| FoundPooling::Unserved(Unserved { file: name(), why });
+        let mut found = SentenceFiles { pooling: unserved("no module pools".to_owned()), normalize: false };
+        let mut stranger = None;
+        for Module { path, class } in modules {
+            match class.rsplit('.').next().unwrap_or_default() {
+                "Transformer" => {}
+                "Normalize" => found.normalize = true,
+                "Pooling" => found.pooling = pooling(folder, &path)?,
+                other if stranger.is_none() => stranger = Some(other.to_owned()),
+                _ => {}
+            }
+        }
+        // What the others say holds for who does without it.
+        if let Some(class) = stranger {
+            found.pooling = unserved(format!("a module of the type {class} is not served"));
+        }
+        Ok(Some(found))
+    }
+}
+
+/// What a pooling module's settings say.
+fn pooling(folder: &Folder, path: &str) -> Result<FoundPooling> {
+    let is_own = is_plain_name(path);
+    ensure!(is_own, "{}: '{path}' is not the name of a folder beside it", folder.file(MODULES).display());
+    let name = format!("{path}/config.json");
+    let missing = || anyhow!("{}: no such file", folder.file(&name).display());
+    let settings = HubConfig::read_if_present(folder, &name)?.ok_or_else(missing)?;
+    let on = match settings.opt_str(MODE_NAME)? {
+        Some(mode) => vec![mode],
+        None => switched_on(&settings)?,
+    };
+    Ok(match on[..] {
+        ["mean_tokens" | "mean"] => FoundPooling::Served(Pooling::Mean),
+        ["cls_token" | "cls"] => FoundPooling::Served(Pooling::Cls),
+        ["lasttoken"] => FoundPooling::Served(Pooling::Last),
+        _ => {
+            let what = if on.is_empty() { "none".to_owned() } else { on.join(" with ") };
+            FoundPooling::Unserved(Unserved {
+                file: settings.file().display().to_string(),
+                why: format!("the pooling mode is {what}, which is not served"),
+            })
+        }
+    })
+}
+
+/// The modes whose switches are on.
+fn switched_on(settings: &HubConfig) -> Result<Vec<&str>> {
+    let mut on = Vec::new();
+    for key in settings.keys() {
+        if let Some(mode) = key.strip_prefix(MODE)
+            && settings.bool(key)?
+        {
+            on.push(mode);
+        }
+    }
+    Ok(on)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::scratch::Scratch;
+    use serde_json::{Value, json};
+
+    fn modules(classes: &[&str]) -> Value {
+        let path = |index: usize, class: &str| match class {
+            "Transformer" => String::new(),
+            class => format!("{index}_{class}"),
+        };
+        let module = |(index, class): (usize, &&str)| {
+            let kind = format!("sentence_transformers.models.{class}");
+            json!({"idx": index, "name": index.to_string(), "path": path(index, class), "type": kind})
+        };
+        classes.iter().enumerate().map(module).collect()
+    }
+
+    fn read(modules: &Value, pooling: Option<&Value>) -> Result<Option<SentenceFiles>> {
+        let folder = Scratch::new();
+        folder.write(MODULES, modules.to_string().as_bytes());
+        if let Some(pooling) = pooling {
+            std::fs::create_dir(folder.path().join("1_Pooling")).unwrap();
+            folder.write(POOLING_CONFIG, pooling.to_string().as_bytes());
+        }
+        SentenceFiles::from_folder(&folder.folder())
+    }
+
+    /// As the library writes it: every mode with its switch.
+    fn switches(on: &[&str]) -> Value {
+        let mut settings = json!({"word_embedding_dimension": 32, "include_prompt": true});
+        for mode in [
+            "cls_token",
+            "mean_tokens",
+            "max_tokens",
+            "mean_sqrt_len_tokens",
+            "weightedmean_tokens",
+            "lasttoken",
+        ] {
+            settings[format!("pooling_mode_{mode}")] = on.contains(&mode).into();
+        }
+        settings
+    }
+
+    #[test]
+    fn each_served_mode_is_known_by_its_switch_and_by_its_name() {
+        for (mode, name, pooling) in [
+            ("mean_tokens", "mean", Pooling::Mean),
+            ("cls_token", "cls", Pooling::Cls),
+            ("lasttoken", "lasttoken", Pooling::Last),
+        ] {
+            for settings in [switches(&[mode]), json!({"pooling_mode": name})] {
+                let bare = read(&modules(&["Transformer", "Pooling"]), Some(&settings)).unwrap().unwrap();
+                assert_eq!(
+                    bare,
+                    SentenceFiles { pooling: FoundPooling::Served(pooling), normalize: false },
+                    "{settings}"
+                );
+                let classes = ["Transformer", "Pooling", "Normalize"];
+                let unit = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
+                assert!(unit.normalize && unit.pooling == bare.pooling);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_served_is_kept_by_its_name() {
+        let plain = modules(&["Transformer", "Pooling"]);
+        for (modules, settings, named) in [
+            (&plain, switches(&["max_tokens"]), "max_tokens"),
+            (&plain, switches(&["weightedmean_tokens"]), "weightedmean_tokens"),
+            (&plain, switches(&["cls_token", "mean_tokens"]), "cls_token with mean_tokens"),
+            (&plain, switches(&[]), "none"),
+            (&plain, json!({"pooling_mode": "max"}), "max"),
+            (&modules(&["Transformer", "Pooling", "Dense"]), switches(&["cls_token"]), "type Dense"),
+            (&modules(&["Transformer"]), switches(&["cls_token"]), "no module pools"),
+        ] {
+            let found = read(modules, Some(&settings)).unwrap().unwrap();
+            let FoundPooling::Unserved(Unserved { file, why }) = found.pooling else {
+                panic!("{named} is served")
+            };
+            assert!(why.contains(named) && file.contains(".json"), "{file}: {why}");
+        }
+    }
+
+    #[test]
+    fn the_others_are_read_though_a_module_is_not_served() {
+        let settings = switches(&["cls_token"]);
+        for classes in [
+            ["Transformer", "Pooling", "Dense", "Normalize"],
+            ["Transformer", "Pooling", "Normalize", "Dense"],
+            ["Dense", "Pooling", "LayerNorm", "Normalize"],
+        ] {
+            let found = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
+            let FoundPooling::Unserved(unserved) = &found.pooling else { panic!("Dense is served") };
+            assert!(found.normalize && unserved.why.contains("Dense"), "{unserved}");
+        }
+    }
+
+    #[test]
+    fn files_that_cannot_be_read_are_named() {
+        let folder = Scratch::new();
+        assert_eq!(SentenceFiles::from_folder(&folder.folder()).unwrap(), None);
+        let plain = modules(&["Transformer", "Pooling"]);
+        for (modules, settings, named) in [
+            (&json!({}), None, MODULES),
+            (&json!([{"path": 1}]), None, MODULES),
+            (&json!([{"path": "../1_Pooling", "type": "x.Pooling"}]), None, MODULES),
+            (&plain, None, POOLING_CONFIG),
+            (&plain, Some(json!({"pooling_mode_cls_token": 1})), "pooling_mode_cls_token"),
+            (&plain, Some(json!({"pooling_mode": 1})), "pooling_mode"),
+        ] {
+            let error = format!("{:#}", read(modules, settings.as_ref()).unwrap_err());
+            assert!(error.contains(named), "{error}");
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Embeddings, sums and non-linearities against the oracle.
+
+use super::Bounds;
+use super::inputs::*;
+use super::pieces::*;
+use super::rig::*;
+use crate::backend::{Activation, Backend};
+use crate::batch::Want;
+use crate::quant::QuantType;
+
+/// Rows of the table come out as their codes say, exactly.
+pub fn embed<B: Backend>(make: &impl Fn() -> B) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for ty in QuantType::all() {
+        for width in widths(ty) {
+            for rows in ROWS {
+                let values = noise(2, device.limits.vocab * width);
+                let got = embed_on(device, ty, &values, rows);
+                let want = embed_on(oracle, ty, &values, rows);
+                same(format_args!("embed {ty}, {rows} rows of {width}"), &got, &want, 0.0);
+            }
+        }
+    }
+}
+
+fn embed_on<B: Backend>(rig: &mut Rig<B>, ty: QuantType, values: &[f32], rows: usize) -> Vec<f32> {
+    let width = values.len() / rig.limits.vocab;
+    let table = rig.weight(ty, rig.limits.vocab, values);
+    rig.begin_rows(rows);
+    let mut x = rig.output(rows * width);
+    rig.backend.embed(&table, &mut x);
+    rig.read(&x, rows * width, format_args!("embed {ty}, {rows} rows of {width}"))
+}
+
+/// Rows of the table are added by position, each sum rounded once.
+pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for ty in QuantType::all() {
+        for width in widths(ty).into_iter().chain([whole(ty, 700)]) {
+            for offset in [0, 2] {
+                let got = embed_positions_on(device, ty, width, offset);
+                let want = embed_positions_on(oracle, ty, width, offset);
+                same(format_args!("{ty} positions from {offset} on, width {width}"), &got, &want, 0.0);
+            }
+        }
+    }
+}
+
+fn embed_positions_on<B: Backend>(rig: &mut Rig<B>, ty: QuantType, width: usize, offset: usize) -> Vec<f32> {
+    let positions = rig.limits.positions + offset;
+    let table = rig.weight(ty, positions, &noise(16, positions * width));
+    let pieces = [Piece::given(2, 100, 5), Piece::last(0, 511), Piece::sink(4), Piece::given(1, 0, 10)];
+    rig.begin(batch_of(&pieces, Want::None, &mut Book::scattered(32)));
+    let mut x = rig.put_mut(&noise(17, 17 * width));
+    rig.backend.embed_positions(&table, offset, &mut x);
+    rig.read(&x, 17 * width, format_args!("{ty} positions from {offset} on, width {width}"))
+}
+
+/// A plain sum is rounded once, one with a factor at most twice; and a stage of one member sums nothing.
+pub fn sums<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let mut rig = Rig::new(make(), limits(32));
+    for (case, (rows, width)) in sizes().enumerate() {
+        rig.begin_rows(rows);
+        let (n, factor) = (rows * width, [1.0, -0.37, 22.5][case % 3]);
+        let (a, b) = (noise(4, n), noise(5, n));
+        let (mut x, y) = (rig.put_mut(&a), rig.put(&b));
+        rig.backend.add(rows, width, factor, &mut x, &y);
+        let what = format_args!("add of {rows} rows of {width}, times {factor}");
+        let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + factor * b).collect();
+        let got = rig.read(&x, n, what);
+        let bound = if factor == 1.0 { 0.0 } else { bounds.elementwise };
+        close(what, &got, &want, bound, |i| a[i].abs() + (factor * b[i]).abs());
+        rig.backend.reduce(rows, width, &mut x);
+        let what = format_args!("reduce of {rows} rows of {width}");
+        same(what, &rig.read(&x, n, what), &got, 0.0);
+        rig.backend.scale(rows, width, factor, &mut x);
+        let what = format_args!("scale of {rows} rows of {width} by {factor}");
+        let want: Vec<f32> = got.iter().map(|x| x * factor).collect();
+        same(what, &rig.read(&x, n, what), &want, 0.0);
+    }
+}
+
+/// Capped numbers from far below the cap to far above it, and rows weighed by their gates.
+pub fn caps_and_gates<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for (case, (rows, width)) in sizes().enumerate() {
+        let cap = [30.0, 1.0, 0.7][case % 3];
+        let x = edged(18, rows * width, [1.0, 100.0, 1e-3][case % 3], case);
+        let what = format_args!("{rows} rows of {width} capped at {cap}");
+        let [got, want] = [capped_on(device, rows, cap, &x), capped_on(oracle, rows, cap, &x)];
+        close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
+
+        let gate = edged(19, rows, [1.0, 10.0, 80.0][case % 3], case);
+        let what = format_args!("{rows} rows of {width} gated");
+        let [got, want] = [gated_on(device, &gate, &x), gated_on(oracle, &gate, &x)];
+        close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
+    }
+}
+
+fn capped_on<B: Backend>(rig: &mut Rig<B>, rows: usize, cap: f32, x: &[f32]) -> Vec<f32> {
+    rig.begin_rows(rows);
+    let mut buf = rig.put_mut(x);
+    rig.backend.softcap(rows, x.len() / rows, cap, &mut buf);
+    rig.read(&buf, x.len(), format_args!("numbers capped at {cap}"))
+}
+
+fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
+    rig.begin_rows(gate.len());
+    let (gates, mut buf) = (rig.put(gate), rig.put_mut(x));
+    rig.backend.gate_rows(gate.len(), x.len() / gate.len(), &gates, &mut buf);
+    rig.read(&buf, x.len(), format_args!("{} gated rows", gate.len()))
+}
+
+pub(super) const ACTIVATIONS: [Activation; 7] = [
+    Activation::Relu,
+    Activation::SquaredRelu,
+    Activation::Gelu,
+    Activation::GeluTanh,
+    Activation::QuickGelu,
+    Activation::Silu,
+    Activation::Tanh,
+];
+
+/// Every activation, with and without the product, far into its tails.
+pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for act in ACTIVATIONS {
+        for (case, (rows, width)) in sizes().enumerate() {
+            let gate = edged(6, rows * width, [1.0, 10.0, 60.0][case % 3], case);
+            let up = (case % 2 == 0).then(|| noise(7, rows * width));
+            let got = activate_on(device, rows, act, &gate, up.as_deref());
+            let want = activate_on(oracle, rows, act, &gate, up.as_deref());
+            let what = format_args!("{act:?} of {rows} rows of {width}, product {}", up.is_some());
+            close(what, &got, &want, bounds.elementwise, |i| magnitude(act, gate[i], want[i]));
+        }
+    }
+}
+
+/// What the bound on an activation's result is relative to: the result itself, but that where a power of e is taken
+/// of a computed number y, its rounding counts as often as y is large. A power that overflows makes a zero of a result
+/// under 1e-36.
+fn magnitude(act: Activation, x: f32, result: f32) -> f32 {
+    let power = match act {
+        Activation::Relu | Activation::SquaredRelu | Activation::Silu | Activation::Tanh => 0.0,
+        Activation::Gelu => x * x / 2.0,
+        Activation::GeluTanh => 1.6 * x * (1.0 + 0.0448 * x * x),
+        Activation::QuickGelu => 1.702 * x,
+    };
+    let far = if result == 0.0 { 0.0 } else { power.abs() };
+    result.abs() * (1.0 + far) + 1e-30
+}
+
+/// Numbers up to `factor`, the first of them extreme ones.
+fn edged(tag: u32, n: usize, factor: f32, case: usize) -> Vec<f32> {
+    let mut values = scaled(tag, n, factor);
+    let edges = [-1000.0, 1000.0, 0.0, -88.0, 88.0, -0.0, -104.0, -5.5, 1e-20, -1e-4];
+    for (value, edge) in values.iter_mut().zip(edges.into_iter().skip(case % edges.len())) {
+        *value = edge;
+    }
+    values
+}
+
+pub(super) fn activate_on<B: Backend>(
+    rig: &mut Rig<B>,
+    rows: usize,
+    act: Activation,
+    gate: &[f32],
+    up: Option<&[f32]>,
+) -> Vec<f32> {
+    rig.begin_rows(rows);
+    let width = gate.len() / rows;
+    let mut x = rig.put_mut(gate);
+    let up = up.map(|up| rig.put(up));
+    rig.backend.activate(rows, width, act, &mut x, up.as_ref());
+    rig.read(&x, gate.len(), format_args!("{act:?} of {rows} rows of {width}"))
+}

@@ -1,0 +1,151 @@
+//! Mixtures of experts against the oracle, and against themselves in other company.
+
+use super::Bounds;
+use super::inputs::*;
+use super::rig::*;
+use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
+use crate::quant::QuantType;
+
+/// Mixtures of every scoring, from one expert to many, with ties and a NaN among the logits.
+pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for ty in QuantType::all() {
+        for mixture in Mixture::all(ty) {
+            let (want, magnitudes) = (mixture.on(oracle), mixture.magnitudes().on(oracle));
+            let bound = 6.0 * (bounds.matmul)(ty);
+            close(format_args!("{mixture:?}"), &mixture.on(device), &want, bound, |i| magnitudes[i]);
+        }
+    }
+}
+
+/// A row's mixture is the same whatever rows are beside it, and whichever experts they take.
+pub fn moe_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let mut rig = Rig::new(make(), limits(32));
+    for ty in QuantType::all() {
+        for mixture in Mixture::all(ty) {
+            let whole = mixture.on(&mut rig);
+            for (first, rows) in [(0, 1), (1, 1), (0, 7), (ROUTED - 17, 17), (40, 20)] {
+                let got = Mixture { first, rows, ..mixture }.on(&mut rig);
+                let what = format_args!("{mixture:?}, rows {first}.. alone");
+                let hidden = mixture.hidden;
+                same(what, &got, &whole[first * hidden..][..rows * hidden], bounds.company);
+            }
+        }
+    }
+}
+
+/// What a mixture needs is made in any order: before the limits are told, for a smaller mixture after a larger one,
+/// and anew for more rows.
+pub fn moe_preparation<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let mixtures: Vec<Mixture> = Mixture::all(QuantType::F32).collect();
+    let want: Vec<Vec<f32>> =
+        mixtures.iter().map(|mixture| mixture.on(&mut Rig::new(make(), limits(32)))).collect();
+    let mut backend = make();
+    for mixture in &mixtures {
+        backend.prepare_moe(&mixture.shape, mixture.hidden).expect("room for a small mixture");
+    }
+    let few = StepLimits { rows: 1, logit_rows: 1, slots: 1, source_positions: 0, ..limits(32) };
+    backend.prepare(&few).expect("room for a small step");
+    let mut rig = Rig::new(backend, limits(32));
+    for (mixture, want) in mixtures.iter().zip(&want) {
+        let experts = mixture.experts(&mut rig);
+        same(
+            format_args!("{mixture:?}, prepared first"),
+            &mixture.of(&mut rig, &experts),
+            want,
+            bounds.company,
+        );
+    }
+}
+
+/// Rows of the largest step here.
+const ROUTED: usize = 70;
+
+#[derive(Clone, Copy, Debug)]
+struct Mixture {
+    shape: MoeShape,
+    ty: QuantType,
+    hidden: usize,
+    has_up: bool,
+    /// Of the inputs, and how many.
+    first: usize,
+    rows: usize,
+    /// Every weight and input without its sign.
+    absolute: bool,
+}
+
+impl Mixture {
+    fn all(ty: QuantType) -> impl Iterator<Item = Mixture> {
+        let sizes = [(1, 1, 33, 50), (4, 2, 33, 17), (8, 3, 64, 50), (5, 5, 7, 33), (40, 18, 33, 16)];
+        sizes.into_iter().enumerate().flat_map(move |(i, (experts, top_k, hidden, width))| {
+            let (hidden, width) = (whole(ty, hidden), whole(ty, width));
+            [Scoring::Softmax, Scoring::Sigmoid].map(|scoring| {
+                let case = 2 * i + scoring as usize;
+                let activation = [Activation::Silu, Activation::SquaredRelu, Activation::Gelu][case % 3];
+                let renormalise = (case / 2).is_multiple_of(2);
+                let scale = [1.0, 2.5][case % 2];
+                let shape = MoeShape { experts, top_k, scoring, renormalise, scale, width, activation };
+                Mixture { shape, ty, hidden, has_up: case % 4 < 3, first: 0, rows: ROUTED, absolute: false }
+            })
+        })
+    }
+
+    /// The sums of the terms' magnitudes in place of the sums of the terms. An error of a product goes through an
+    /// activation no steeper than 1.2, but for a square's, which doubles it.
+    fn magnitudes(&self) -> Mixture {
+        let activation = match self.shape.activation {
+            Activation::SquaredRelu => Activation::SquaredRelu,
+            _ => Activation::Relu,
+        };
+        Mixture { absolute: true, shape: MoeShape { activation, ..self.shape }, ..*self }
+    }
+
+    fn values(&self, tag: u32, n: usize) -> Vec<f32> {
+        let values = noise(tag, n);
+        if self.absolute { values.iter().map(|v| v.abs()).collect() } else { values }
+    }
+
+    /// Spread, tied, with a NaN, far apart.
+    fn router(&self) -> Vec<f32> {
+        let experts = self.shape.experts;
+        let mut logits = scaled(400, ROUTED * experts, 3.0);
+        for (row, logits) in logits.chunks_exact_mut(experts).enumerate() {
+            match row % 5 {
+                1 => logits.iter_mut().for_each(|logit| *logit = logit.round()),
+                2 if experts > self.shape.top_k => logits[row % experts] = f32::NAN,
+                3 => logits.iter_mut().for_each(|logit| *logit *= 8.0),
+                4 => logits.fill(0.5),
+                _ => {}
+            }
+        }
+        logits[self.first * experts..][..self.rows * experts].to_vec()
+    }
+
+    fn experts<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<Expert<B::Buf>> {
+        let (hidden, width) = (self.hidden, self.shape.width);
+        let mut weight =
+            |tag: u32, out: usize, inp: usize| rig.weight(self.ty, out, &self.values(tag, out * inp));
+        let experts = (0..self.shape.experts as u32).map(|expert| Expert {
+            gate: weight(500 + 10 * expert, width, hidden),
+            up: self.has_up.then(|| weight(501 + 10 * expert, width, hidden)),
+            down: weight(502 + 10 * expert, hidden, width),
+        });
+        experts.collect()
+    }
+
+    fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+        let experts = self.experts(rig);
+        rig.backend.prepare_moe(&self.shape, self.hidden).expect("room for a small mixture");
+        self.of(rig, &experts)
+    }
+
+    /// What these experts make of the rows.
+    fn of<B: Backend>(&self, rig: &mut Rig<B>, experts: &[Expert<B::Buf>]) -> Vec<f32> {
+        let (rows, hidden) = (self.rows, self.hidden);
+        rig.begin_rows(rows);
+        let x = self.values(401, ROUTED * hidden)[self.first * hidden..][..rows * hidden].to_vec();
+        let (router, x, mut y) = (rig.put(&self.router()), rig.put(&x), rig.output(rows * hidden));
+        rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y);
+        rig.read(&y, rows * hidden, format_args!("{self:?}"))
+    }
+}

@@ -1,0 +1,88 @@
+//! Norms against the oracle.
+
+use super::Bounds;
+use super::inputs::*;
+use super::rig::*;
+use crate::backend::{Backend, Norm, NormKind};
+
+/// Norms of both kinds, with weight and bias and without, over small, large and far-off values and an all-zero row;
+/// in place, the same bits.
+pub fn norm<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let (device, oracle) = &mut rigs(make, 32);
+    for (case, (rows, width)) in sizes().chain([(3, 4099), (1, 5000)]).enumerate() {
+        for kind in [NormKind::Rms, NormKind::Layer] {
+            let case = Case::new(kind, case, rows, width);
+            let (got, want) = (case.on(device), case.on(oracle));
+            close(format_args!("{case}"), &got, &want, bounds.elementwise, |i| case.magnitude(i));
+            same(format_args!("{case} in place"), &case.in_place_on(device), &got, 0.0);
+        }
+    }
+}
+
+struct Case {
+    kind: NormKind,
+    x: Vec<f32>,
+    weight: Option<Vec<f32>>,
+    bias: Option<Vec<f32>>,
+    width: usize,
+    eps: f32,
+}
+
+impl Case {
+    fn new(kind: NormKind, case: usize, rows: usize, width: usize) -> Case {
+        let mut x = scaled(8, rows * width, [1.0, 1e-3, 1e3][case % 3]);
+        if case % 5 == 4 {
+            x.iter_mut().for_each(|x| *x += 7.0);
+        }
+        x[(rows - 1) * width..].fill(if rows > 1 { 0.0 } else { 0.5 });
+        let weight = (!case.is_multiple_of(4)).then(|| noise(9, width));
+        let bias = (case / 3 % 2 == 1).then(|| noise(20, width));
+        Case { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
+    }
+
+    /// The terms of an element's sum without their signs: its number and those of the row's mean, over the deviation,
+    /// times the weight; and the bias.
+    fn magnitude(&self, i: usize) -> f32 {
+        let (row, column) = (&self.x[i / self.width * self.width..][..self.width], i % self.width);
+        let mean_of =
+            |of: &dyn Fn(f64) -> f64| row.iter().map(|x| of(f64::from(*x))).sum::<f64>() / self.width as f64;
+        let (mean, terms) = match self.kind {
+            NormKind::Rms => (0.0, 0.0),
+            NormKind::Layer => (mean_of(&|x| x), mean_of(&f64::abs)),
+        };
+        let deviation = (mean_of(&|x| (x - mean).powi(2)) + f64::from(self.eps)).sqrt();
+        let size = (f64::from(self.x[i]).abs() + terms) / deviation;
+        let weight = self.weight.as_ref().map_or(1.0, |weight| weight[column].abs());
+        size as f32 * weight + self.bias.as_ref().map_or(0.0, |bias| bias[column].abs())
+    }
+
+    fn norm<B: Backend>(&self, rig: &mut Rig<B>) -> Norm<B::Buf> {
+        let mut vector = |values: &Option<Vec<f32>>| values.as_ref().map(|values| rig.constant(values));
+        let (weight, bias) = (vector(&self.weight), vector(&self.bias));
+        Norm { kind: self.kind, weight, bias, width: self.width, eps: self.eps }
+    }
+
+    fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+        let (norm, rows) = (self.norm(rig), self.x.len() / self.width);
+        rig.begin_rows(rows);
+        let (x, mut y) = (rig.put(&self.x), rig.output(self.x.len()));
+        rig.backend.norm(rows, &norm, &x, &mut y);
+        rig.read(&y, self.x.len(), format_args!("{self}"))
+    }
+
+    fn in_place_on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+        let (norm, rows) = (self.norm(rig), self.x.len() / self.width);
+        rig.begin_rows(rows);
+        let mut x = rig.put_mut(&self.x);
+        rig.backend.norm_in_place(rows, &norm, &mut x);
+        rig.read(&x, self.x.len(), format_args!("{self} in place"))
+    }
+}
+
+impl std::fmt::Display for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (rows, width) = (self.x.len() / self.width, self.width);
+        let (weight, bias) = (self.weight.is_some(), self.bias.is_some());
+        write!(f, "{:?} norm of {rows} rows of {width}, weight {weight}, bias {bias}", self.kind)
+    }
+}

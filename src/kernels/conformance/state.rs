@@ -1,0 +1,165 @@
+//! Buffers, slots, and the rows that are wanted.
+
+use super::inputs::*;
+use super::pieces::*;
+use super::rig::*;
+use crate::backend::{Backend, KvTable};
+use crate::batch::{SampleMode, SampleRow, SlotMove, SpanStack, StepBatch, StepOutput, TableUpdate, Want};
+use crate::quant::QuantType;
+
+/// Fresh memory is zero, and what goes up comes down, at any offset.
+pub fn buffers<B: Backend>(make: &impl Fn() -> B) {
+    let mut backend = make();
+    assert!(!backend.describe().is_empty());
+    for len in [1, 3, 64, 4097, 1 << 20] {
+        let mut buf = backend.alloc(len).expect("room for a small buffer");
+        let mut expected = vec![0u8; len];
+        let mut got = vec![1u8; len];
+        backend.download(&buf, 0, &mut got);
+        assert!(got == expected, "alloc of {len} bytes: not zero");
+        for (round, offset) in [0, len / 3, len - 1].into_iter().enumerate() {
+            let count = (len - offset).div_ceil(round + 1);
+            let bytes: Vec<u8> = (0..count).map(|i| (i * 7 + round + 1) as u8).collect();
+            expected[offset..][..count].copy_from_slice(&bytes);
+            backend.upload(&mut buf, offset, &bytes);
+            backend.download(&buf, 0, &mut got);
+            assert!(got == expected, "upload of {count} bytes to {offset} of {len}");
+            let mut part = vec![0; count];
+            backend.download(&buf, offset, &mut part);
+            assert!(part == bytes, "download of {count} bytes from {offset} of {len}");
+        }
+    }
+}
+
+/// The last token follows draws and moves, never scores and sinks; page tables follow updates and moves.
+pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
+    let mut rig = Rig::new(make(), limits(32));
+    let width = 7;
+    let vocab = rig.limits.vocab;
+    let table = rig.weight(QuantType::F32, vocab, &noise(1, vocab * width));
+    let scored = |token| SampleRow { mode: SampleMode::Score(token), logprob: true, ..SampleRow::GREEDY };
+
+    let first: Vec<Piece> = (0..4).map(|slot| Piece::given(slot, 0, 1)).collect();
+    rig.draw(&first, &[10, 11, 12, 13], &[SampleRow::GREEDY; 4], &[]);
+    let second = [Piece::given(0, 1, 1), Piece::last(1, 1), Piece::sink(2), Piece::given(3, 1, 3)];
+    let mut samples = [SampleRow::GREEDY; 6];
+    samples[1] = scored(21);
+    let out = rig.draw(&second, &[20, 30, 22, 23, 24, 25], &samples, &[]);
+    let tokens: Vec<u32> = out.rows.iter().map(|row| row.token).collect();
+    assert_eq!(tokens, [20, 21, 22, 23, 24, 25], "tokens of a step of draws and a score");
+
+    let move_to = |from, to| SlotMove { from, to };
+    let third = [Piece::last(2, 2), Piece::last(7, 2), Piece::last(6, 2), Piece::last(3, 4)];
+    rig.draw(&third, &[0; 4], &[SampleRow::GREEDY; 4], &[move_to(0, 7), move_to(1, 6)]);
+    let mut x = rig.output(4 * width);
+    rig.backend.embed(&table, &mut x);
+    let x = rig.read(&x, 4 * width, format_args!("embed of last tokens"));
+    for (row, token) in [12, 20, 11, 25].into_iter().enumerate() {
+        let expected = &noise(1, vocab * width)[token * width..][..width];
+        assert_eq!(
+            &x[row * width..][..width],
+            expected,
+            "embedded last token of row {row}, {token} expected"
+        );
+    }
+    page_tables(&mut rig);
+}
+
+/// Own tables have 16 entries here, cross tables 4.
+fn page_tables<B: Backend>(rig: &mut Rig<B>) {
+    let (own, cross) = (KvTable::Own, KvTable::Cross);
+    let update = |(slot, table, index, page)| TableUpdate { slot, table, index, page };
+    let updates = [(1, own, 0, 9), (1, own, 3, 4), (1, cross, 3, 5), (5, own, 15, 63), (5, cross, 0, 62)];
+    let tables = updates.into_iter().chain([(1, own, 0, 8)]).map(update).collect();
+    let batch = || batch_of(&[Piece::sink(7)], Want::None, &mut Book::contiguous(32));
+    rig.begin(StepBatch { tables, ..batch() });
+    let moves = vec![SlotMove { from: 1, to: 2 }];
+    // Updates come after moves, so these are the target's.
+    let tables = [(2, own, 1, 33), (2, cross, 0, 34)].map(update).to_vec();
+    rig.begin(StepBatch { moves, tables, ..batch() });
+    let moved = [(2, own, 0, 8), (2, own, 1, 33), (2, own, 3, 4), (2, cross, 0, 34), (2, cross, 3, 5)];
+    for (slot, table, index, page) in updates[1..].iter().copied().chain(moved) {
+        let got = rig.backend.table(slot, table)[index as usize];
+        assert_eq!(got, page, "{table:?} table of slot {slot}, entry {index}");
+    }
+}
+
+/// Spans of both stacks that want rows of every kind.
+fn wishes() -> StepBatch {
+    let picked = |at, len| Want::Picked { at, len };
+    let wishes = [
+        (Piece::source(1), picked(3, 2)),
+        (Piece::source(0), Want::Hidden),
+        (Piece::given(3, 7, 5), Want::Last),
+        (Piece::sink(1), Want::None),
+        (Piece::given(0, 0, 20), picked(0, 3)),
+        (Piece::last(2, 9), Want::All),
+        (Piece::given(5, 0, 9), Want::Hidden),
+    ];
+    let mut batch = batch_of(&wishes.map(|(piece, _)| piece), Want::None, &mut Book::scattered(32));
+    for (span, (_, want)) in batch.spans.iter_mut().zip(wishes) {
+        span.want = want;
+    }
+    batch.picks = vec![0, 7, 19, 3, 69];
+    draw_all(&mut batch);
+    batch
+}
+
+/// Blocks of the wanted rows come out as they are, whatever spans they belong to, stack by stack. Whichever stack was
+/// looked at last, a step begins with the decoder's rows.
+pub fn gather<B: Backend>(make: &impl Fn() -> B) {
+    let mut rig = Rig::new(make(), limits(32));
+    for width in WIDTHS {
+        rig.begin(wishes());
+        gather_of(&mut rig, width, "decoder", 36, &[4, 6, 13, 25, 26]);
+        assert_eq!(rig.backend.select(SpanStack::Decoder), 36, "rows of the decoder");
+        assert_eq!(rig.backend.select(SpanStack::Encoder), 115, "rows of the encoder");
+        gather_of(&mut rig, width, "encoder", 115, &[3, 69]);
+    }
+}
+
+/// The current rows are that many, of which those are wanted.
+fn gather_of<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: usize, wanted: &[usize]) {
+    let values = noise(3, rows * width);
+    let x = rig.put(&values);
+    for range in [0..wanted.len(), 0..1, 1..wanted.len(), 1..1] {
+        let mut y = rig.output(range.len() * width);
+        rig.backend.gather(range.clone(), width, &x, &mut y);
+        let what = format_args!("gather of wanted rows {range:?} of the {stack}, width {width}");
+        let got = rig.read(&y, range.len() * width, what);
+        let rows = wanted[range.clone()].iter().flat_map(|row| &values[row * width..][..width]);
+        same(what, &got, &rows.copied().collect::<Vec<f32>>(), 0.0);
+    }
+}
+
+/// A stack's wanted rows have their own entries of the step's samples.
+pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
+    let mut rig = Rig::new(make(), limits(32));
+    let score = |token| SampleRow { mode: SampleMode::Score(token), ..SampleRow::GREEDY };
+    rig.begin(StepBatch { samples: (10..17).map(score).collect(), ..wishes() });
+    let logits = rig.put(&noise(14, 5 * rig.limits.vocab));
+    for (stack, tokens) in [(SpanStack::Decoder, &[12, 13, 14, 15, 16][..]), (SpanStack::Encoder, &[10, 11])]
+    {
+        let mut out = StepOutput::with_capacity(&rig.limits);
+        rig.backend.select(stack);
+        rig.backend.sample(0..tokens.len(), &logits, &mut out);
+        let got: Vec<u32> = out.rows.iter().map(|row| row.token).collect();
+        assert_eq!(got, tokens, "tokens scored for the {stack:?}");
+    }
+}
+
+/// Runs of rows are appended to the hidden states as they are.
+pub fn hidden<B: Backend>(make: &impl Fn() -> B) {
+    let mut rig = Rig::new(make(), limits(32));
+    let width = 33;
+    rig.begin(wishes());
+    let values = noise(15, 40 * width);
+    let x = rig.put(&values);
+    let mut out = StepOutput::with_capacity(&rig.limits);
+    for rows in [27..36, 0..1, 5..5, 0..40] {
+        rig.backend.hidden(rows, width, &x, &mut out);
+    }
+    let row = |row: usize| &values[row * width..][..width];
+    let want: Vec<f32> = (27..36).chain([0]).chain(0..40).flat_map(row).copied().collect();
+    same(format_args!("hidden states"), &out.hidden, &want, 0.0);
+}

@@ -1,0 +1,201 @@
+//! A small model of any family, served step by step.
+//!
+//! Invariant: a row's tokens follow from its sequence and position alone, whatever the model says.
+
+mod weights;
+
+mod layers;
+
+use super::family::{Family, Mlp, Positions};
+use super::inputs::*;
+use super::pieces::*;
+use super::rig::*;
+use super::rope::rope_by;
+use crate::backend::{Backend, DistanceBias, KvLayer, KvLayout, KvTable, Norm, NormKind, Rope};
+use crate::batch::{Page, SlotMove, SpanStack, StepBatch, StepOutput, TableUpdate, Want};
+use crate::quant::QuantType;
+use weights::{Sizes, Weights};
+
+/// A step of the small model.
+#[derive(Clone, Default)]
+pub(super) struct Turn {
+    pub(super) moves: Vec<SlotMove>,
+    pub(super) pieces: Vec<Piece>,
+    /// What each piece wants, with their picks; nothing said, every row.
+    pub(super) wants: Vec<Want>,
+    pub(super) picks: Vec<u32>,
+}
+
+/// Added to a sequence, these are its hidden states.
+const HIDDEN: u32 = 1000;
+
+/// One transformer layer, or one of an encoder and one of a decoder, with embedding and head; all weights and the cache
+/// in one type.
+pub(super) struct Tiny<B: Backend> {
+    family: Family,
+    pub(super) rig: Rig<B>,
+    pub(super) book: Book,
+    sizes: Sizes,
+    weights: Weights<B>,
+    norm: Norm<B::Buf>,
+    head_norm: Norm<B::Buf>,
+    q_bias: B::Buf,
+    rope: Option<Rope<B::Buf>>,
+    bias: Option<DistanceBias<B::Buf>>,
+    cache: KvLayer<B::Buf>,
+    scratch: KvLayer<B::Buf>,
+}
+
+impl<B: Backend> Tiny<B> {
+    pub(super) fn new(backend: B, (family, ty): (Family, QuantType), page_positions: usize) -> Tiny<B> {
+        let mut rig = Rig::new(backend, limits(page_positions));
+        let sizes = Sizes::of(ty);
+        let scratch_pages = rig.limits.scratch_positions() / page_positions;
+        let [cache, scratch] = [POOL, scratch_pages].map(|pages| {
+            let (kv_heads, dim) = (Sizes::KV_HEADS, sizes.head_dim);
+            let ty = if ty.is_blocked() { QuantType::F16 } else { ty };
+            rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim: dim, v_dim: dim })
+        });
+        if let Mlp::Mixture(scoring) = family.mlp {
+            let shape = Family::experts(scoring, sizes.mlp);
+            rig.backend.prepare_moe(&shape, sizes.hidden).expect("room for a small mixture");
+        }
+        Tiny {
+            book: Book::scattered(page_positions),
+            weights: Weights::new(&mut rig, ty, &sizes),
+            norm: norm_of(&mut rig, family.norm, sizes.hidden),
+            head_norm: Norm {
+                kind: NormKind::Rms,
+                weight: None,
+                bias: None,
+                width: sizes.head_dim,
+                eps: 1e-6,
+            },
+            q_bias: rig.constant(&noise(310, sizes.q_width())),
+            rope: rope_of(&mut rig, family.positions, sizes.head_dim),
+            bias: bias_of(&mut rig, family.positions),
+            cache,
+            scratch,
+            family,
+            rig,
+            sizes,
+        }
+    }
+
+    /// The logits, or the hidden states, of every row that wants them, through the whole load.
+    pub(super) fn serve(&mut self, turns: &[Turn]) -> Answers {
+        let mut answers = Answers::new();
+        for turn in turns {
+            self.book.apply(&turn.moves);
+            let mut batch = batch_of(&turn.pieces, Want::All, &mut self.book);
+            batch.moves.clone_from(&turn.moves);
+            batch.picks.clone_from(&turn.picks);
+            for (span, want) in batch.spans.iter_mut().zip(&turn.wants) {
+                span.want = *want;
+            }
+            draw_all(&mut batch);
+            self.rig.begin(batch.clone());
+            for stack in [SpanStack::Encoder, SpanStack::Decoder] {
+                let rows = rows_of(&turn.pieces, stack);
+                if self.rig.backend.select(stack) > 0 {
+                    let x = self.stack(stack, rows.len());
+                    self.head(&x, stack, &batch, &rows, &mut answers);
+                    self.report(&x, stack, &batch, &rows, &mut answers);
+                }
+            }
+        }
+        answers.retain(|(sequence, _), _| *sequence != SINK_SEQUENCE);
+        answers
+    }
+
+    /// Logits in blocks of as many rows as may exist at once. The tokens drawn are the load's, not the
+    /// model's, so that every schedule sees the same text.
+    fn head(
+        &mut self,
+        x: &B::Buf,
+        stack: SpanStack,
+        batch: &StepBatch,
+        rows: &[(u32, usize)],
+        answers: &mut Answers,
+    ) {
+        let vocab = self.rig.limits.vocab;
+        let rows: Vec<(u32, usize)> = batch.wanted_rows(stack).map(|row| rows[row]).collect();
+        let mut out = StepOutput::with_capacity(&self.rig.limits);
+        for start in (0..rows.len()).step_by(self.rig.limits.logit_rows) {
+            let block = start..rows.len().min(start + self.rig.limits.logit_rows);
+            let [mut taken, mut logits] =
+                [self.sizes.hidden, vocab].map(|width| self.rig.output(block.len() * width));
+            self.rig.backend.gather(block.clone(), self.sizes.hidden, x, &mut taken);
+            let y = self.normed(block.len(), &taken);
+            self.rig.backend.matmul(block.len(), &self.weights.head, None, &y, &mut logits);
+            if let Some(cap) = self.family.softcap {
+                self.rig.backend.softcap(block.len(), vocab, cap, &mut logits);
+            }
+            let got = self.rig.read(&logits, block.len() * vocab, format_args!("logits of rows {block:?}"));
+            answers.extend(
+                rows[block.clone()].iter().copied().zip(got.chunks_exact(vocab).map(<[f32]>::to_vec)),
+            );
+            let next = rows[block.clone()].iter().map(|&(sequence, p)| text(sequence, p + 1));
+            let forced = self.rig.put(&next.flat_map(|token| one_hot(token, vocab)).collect::<Vec<_>>());
+            self.rig.backend.sample(block, &forced, &mut out);
+        }
+    }
+
+    /// Hidden states of the spans that want them.
+    fn report(
+        &mut self,
+        x: &B::Buf,
+        stack: SpanStack,
+        batch: &StepBatch,
+        rows: &[(u32, usize)],
+        answers: &mut Answers,
+    ) {
+        let y = self.normed(rows.len(), x);
+        let mut out = StepOutput::with_capacity(&self.rig.limits);
+        let mut wanted = Vec::new();
+        for run in batch.hidden_rows(stack) {
+            wanted
+                .extend(rows[run.clone()].iter().map(|(sequence, position)| (sequence + HIDDEN, *position)));
+            self.rig.backend.hidden(run, self.sizes.hidden, &y, &mut out);
+        }
+        answers
+            .extend(wanted.into_iter().zip(out.hidden.chunks_exact(self.sizes.hidden).map(<[f32]>::to_vec)));
+    }
+
+    /// Fills every page, and what sources use of the scratch cache, with NaN, as if another sequence had left it there.
+    pub(super) fn poison(&mut self) {
+        let size = self.rig.limits.page_positions;
+        let width = self.sizes.kv_width();
+        for page in 1..POOL as Page {
+            let tables = vec![TableUpdate { slot: 0, table: KvTable::Own, index: 0, page }];
+            let batch = batch_of(&[Piece::given(0, 0, size)], Want::None, &mut Book::scattered(512));
+            self.rig.begin(StepBatch { tables, ..batch });
+            let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; size * width]));
+            self.rig.backend.store_kv(KvTable::Own, &k, &v, &mut self.cache);
+        }
+        let source = |slot| Piece { len: self.rig.limits.source_positions, ..Piece::source(slot) };
+        self.rig.begin(batch_of(&[source(0), source(1)], Want::None, &mut Book::scattered(512)));
+        let rows = self.rig.backend.select(SpanStack::Encoder);
+        let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; rows * width]));
+        self.rig.backend.store_kv(KvTable::Scratch, &k, &v, &mut self.scratch);
+    }
+}
+
+/// Layer norm has a bias here, RMS norm none.
+fn norm_of<B: Backend>(rig: &mut Rig<B>, kind: NormKind, width: usize) -> Norm<B::Buf> {
+    let bias = (kind == NormKind::Layer).then(|| rig.constant(&noise(317, width)));
+    Norm { kind, weight: Some(rig.constant(&noise(309, width))), bias, width, eps: 1e-5 }
+}
+
+fn rope_of<B: Backend>(rig: &mut Rig<B>, positions: Positions, head_dim: usize) -> Option<Rope<B::Buf>> {
+    let Positions::Rotary(style, dims, lengths) = positions else { return None };
+    Some(rope_by(rig, if dims == 0 { head_dim } else { dims }, style, lengths))
+}
+
+fn bias_of<B: Backend>(rig: &mut Rig<B>, positions: Positions) -> Option<DistanceBias<B::Buf>> {
+    let (heads, reach) = (Sizes::HEADS, 150);
+    (positions == Positions::Biased).then(|| {
+        let table = rig.constant(&scaled(318, heads * (2 * reach - 1), 2.0));
+        DistanceBias { table, heads, reach }
+    })
+}

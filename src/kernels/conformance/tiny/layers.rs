@@ -1,0 +1,134 @@
+//! The small model's layers: attention and MLP as its family wires them.
+//!
+//! Invariant: every operation on rows goes through the backend; nothing is computed here.
+
+use super::Tiny;
+use super::weights::Sizes;
+use crate::backend::{Activation, AttentionShape, Backend, KvTable, Mask};
+use crate::batch::SpanStack;
+use crate::conformance::family::{Family, Mlp, Positions};
+
+impl<B: Backend> Tiny<B> {
+    pub(super) fn stack(&mut self, stack: SpanStack, rows: usize) -> B::Buf {
+        let mut x = self.embedded(rows);
+        let (table, mask) = match stack {
+            SpanStack::Encoder => (KvTable::Scratch, Mask::Whole { window: self.family.window }),
+            SpanStack::Decoder => (KvTable::Own, Mask::Causal { window: self.family.window }),
+        };
+        let y = self.normed(rows, &x);
+        let q = self.queries(rows, &y, false);
+        self.keep(rows, &y, table);
+        self.attend(rows, &q, table, mask, &mut x);
+        if self.family.has_encoder && stack == SpanStack::Decoder {
+            let y = self.normed(rows, &x);
+            let q = self.queries(rows, &y, true);
+            self.attend(rows, &q, KvTable::Cross, Mask::Whole { window: None }, &mut x);
+        }
+        self.feed_forward(rows, &mut x);
+        if stack == SpanStack::Encoder {
+            let y = self.normed(rows, &x);
+            self.keep(rows, &y, KvTable::Cross);
+        }
+        x
+    }
+
+    fn embedded(&mut self, rows: usize) -> B::Buf {
+        let mut x = self.rig.output(rows * self.sizes.hidden);
+        self.rig.backend.embed(&self.weights.table, &mut x);
+        if self.family.positions == Positions::Learned {
+            self.rig.backend.embed_positions(&self.weights.positions, 0, &mut x);
+        }
+        self.rig.backend.scale(rows, self.sizes.hidden, self.family.factor, &mut x);
+        x
+    }
+
+    pub(super) fn normed(&mut self, rows: usize, x: &B::Buf) -> B::Buf {
+        let mut y = self.rig.output(rows * self.sizes.hidden);
+        self.rig.backend.norm(rows, &self.norm, x, &mut y);
+        y
+    }
+
+    fn queries(&mut self, rows: usize, y: &B::Buf, is_cross: bool) -> B::Buf {
+        let mut q = self.rig.output(rows * self.sizes.q_width());
+        let projections = if is_cross { &self.weights.cross } else { &self.weights.own };
+        self.rig.backend.matmul(rows, &projections.q, Some(&self.q_bias), y, &mut q);
+        if !is_cross {
+            self.place_heads(rows, Sizes::HEADS, &mut q);
+        }
+        q
+    }
+
+    /// Stores the keys and values of y.
+    fn keep(&mut self, rows: usize, y: &B::Buf, table: KvTable) {
+        let [mut k, mut v] = [(); 2].map(|()| self.rig.output(rows * self.sizes.kv_width()));
+        let projections = if table == KvTable::Cross { &self.weights.cross } else { &self.weights.own };
+        self.rig.backend.matmul(rows, &projections.k, None, y, &mut k);
+        self.rig.backend.matmul(rows, &projections.v, None, y, &mut v);
+        if table != KvTable::Cross {
+            self.place_heads(rows, Sizes::KV_HEADS, &mut k);
+        }
+        let cache = if table == KvTable::Scratch { &mut self.scratch } else { &mut self.cache };
+        self.rig.backend.store_kv(table, &k, &v, cache);
+    }
+
+    /// Norms and rotates each head of x (rows, heads, head_dim).
+    fn place_heads(&mut self, rows: usize, heads: usize, x: &mut B::Buf) {
+        if self.family.head_norm {
+            self.rig.backend.norm_in_place(rows * heads, &self.head_norm, x);
+        }
+        if let Some(rope) = &self.rope {
+            let mut angles = self.rig.output(rows * rope.dims);
+            self.rig.backend.angles(rope, &mut angles);
+            self.rig.backend.rope(rope, &angles, heads, self.sizes.head_dim, x);
+        }
+    }
+
+    /// x += what q sees.
+    fn attend(&mut self, rows: usize, q: &B::Buf, table: KvTable, mask: Mask, x: &mut B::Buf) {
+        let [mut mixed, mut y] =
+            [self.sizes.q_width(), self.sizes.hidden].map(|width| self.rig.output(rows * width));
+        let bias = self.bias.as_ref().filter(|_| table != KvTable::Cross);
+        let softcap = self.family.softcap;
+        let shape = AttentionShape { heads: Sizes::HEADS, scale: 0.5, softcap, mask, table, bias };
+        let cache = if table == KvTable::Scratch { &self.scratch } else { &self.cache };
+        self.rig.backend.attention(&shape, q, cache, &mut mixed);
+        let projections = if table == KvTable::Cross { &self.weights.cross } else { &self.weights.own };
+        self.rig.backend.matmul(rows, &projections.o, None, &mixed, &mut y);
+        self.rig.backend.reduce(rows, self.sizes.hidden, &mut y);
+        self.rig.backend.add(rows, self.sizes.hidden, self.family.factor, x, &y);
+    }
+
+    /// x += the MLP of norm(x).
+    fn feed_forward(&mut self, rows: usize, x: &mut B::Buf) {
+        let h = self.normed(rows, x);
+        let mut y = match self.family.mlp {
+            Mlp::Plain(act) => self.dense(rows, act, &h, false),
+            Mlp::Gated(act) => self.dense(rows, act, &h, true),
+            Mlp::Mixture(_) => self.dense(rows, Activation::Silu, &h, true),
+        };
+        if let Mlp::Mixture(scoring) = self.family.mlp {
+            let shape = Family::experts(scoring, self.sizes.mlp);
+            let [mut gate, mut logits, mut mixed] =
+                [1, shape.experts, self.sizes.hidden].map(|width| self.rig.output(rows * width));
+            let b = &mut self.rig.backend;
+            b.matmul(rows, &self.weights.row_gate, None, &h, &mut gate);
+            b.gate_rows(rows, self.sizes.hidden, &gate, &mut y);
+            b.matmul(rows, &self.weights.router, None, &h, &mut logits);
+            b.moe(rows, &shape, &logits, &self.weights.experts, &h, &mut mixed);
+            b.add(rows, self.sizes.hidden, 1.0, &mut y, &mixed);
+        }
+        self.rig.backend.reduce(rows, self.sizes.hidden, &mut y);
+        self.rig.backend.add(rows, self.sizes.hidden, self.family.factor, x, &y);
+    }
+
+    fn dense(&mut self, rows: usize, act: Activation, h: &B::Buf, is_gated: bool) -> B::Buf {
+        let [mut gate, mut up, mut y] =
+            [self.sizes.mlp, self.sizes.mlp, self.sizes.hidden].map(|width| self.rig.output(rows * width));
+        let b = &mut self.rig.backend;
+        b.matmul(rows, &self.weights.gate, None, h, &mut gate);
+        b.matmul(rows, &self.weights.up, None, h, &mut up);
+        b.activate(rows, self.sizes.mlp, act, &mut gate, is_gated.then_some(&up));
+        b.matmul(rows, &self.weights.down, None, &gate, &mut y);
+        y
+    }
+}

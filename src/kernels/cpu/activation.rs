@@ -1,0 +1,234 @@
+//! Non-linearities, element by element, and their product with a second input.
+//!
+//! Invariant: each row is computed by one thread, from that row alone.
+
+use super::pool::Pool;
+use super::simd::{F32, Kernel, LANES, Level, Simd, exp, load_part, normal_tail, sigmoid, store_part, tanh};
+use crate::backend::Activation;
+use std::marker::PhantomData;
+
+/// gate = act(gate) * up, both (rows, width); without `up`, gate = act(gate).
+pub fn activate(
+    pool: &mut Pool,
+    level: Level,
+    act: Activation,
+    width: usize,
+    gate: &mut [f32],
+    up: Option<&[f32]>,
+) {
+    with_function(act, Activate { pool, level, width, gate, up });
+}
+
+/// x = cap * tanh(x / cap), (rows, width).
+pub fn softcap(pool: &mut Pool, level: Level, width: usize, cap: f32, x: &mut [f32]) {
+    pool.for_rows(x, width, |_, x| level.run(Cap { cap, x }));
+}
+
+/// x (rows, width) *= sigmoid(gate), for gate (rows).
+pub fn gate_rows(pool: &mut Pool, level: Level, width: usize, gate: &[f32], x: &mut [f32]) {
+    pool.for_rows(x, width, |row, x| level.run(Gate { gate: gate[row], x }));
+}
+
+/// An [`Activation`], as a type: a kernel is compiled for each.
+trait Function: Sync {
+    /// Must be `#[inline(always)]`.
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V;
+}
+
+/// Something to be done for the [`Function`] that belongs to an activation known at run time.
+trait ForFunction {
+    fn run<F: Function>(self);
+}
+
+fn with_function<O: ForFunction>(act: Activation, op: O) {
+    match act {
+        Activation::Relu => op.run::<Relu>(),
+        Activation::SquaredRelu => op.run::<SquaredRelu>(),
+        Activation::Gelu => op.run::<Gelu>(),
+        Activation::GeluTanh => op.run::<GeluTanh>(),
+        Activation::QuickGelu => op.run::<QuickGelu>(),
+        Activation::Silu => op.run::<Silu>(),
+        Activation::Tanh => op.run::<Tanh>(),
+    }
+}
+
+struct Relu;
+
+impl Function for Relu {
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        // In this order a NaN stays one.
+        simd.max(simd.splat(0.0), x)
+    }
+}
+
+struct SquaredRelu;
+
+impl Function for SquaredRelu {
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        let x = Relu::of(simd, x);
+        simd.mul(x, x)
+    }
+}
+
+struct Gelu;
+
+impl Function for Gelu {
+    /// x Φ(x) = max(x, 0) - |x| (1 - Φ(|x|)), which cancels nowhere. Beyond 16 the tail is zero.
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        let magnitude = simd.min(simd.splat(16.0), simd.max(x, simd.sub(simd.splat(0.0), x)));
+        let tail = simd.mul(magnitude, normal_tail(simd, magnitude));
+        simd.sub(simd.max(simd.splat(0.0), x), tail)
+    }
+}
+
+struct GeluTanh;
+
+impl Function for GeluTanh {
+    /// (1 + tanh y) / 2 = sigmoid(2y), for y = √(2/π) (x + 0.044715 x³).
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        const TWICE: f64 = 2.0 * 0.797_884_560_802_865_4;
+        let factor =
+            simd.mul_add(simd.mul(x, x), simd.splat((TWICE * 0.044715) as f32), simd.splat(TWICE as f32));
+        times_sigmoid(simd, x, simd.mul(x, factor))
+    }
+}
+
+struct QuickGelu;
+
+impl Function for QuickGelu {
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        times_sigmoid(simd, x, simd.mul(x, simd.splat(1.702)))
+    }
+}
+
+struct Silu;
+
+impl Function for Silu {
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        times_sigmoid(simd, x, x)
+    }
+}
+
+struct Tanh;
+
+impl Function for Tanh {
+    #[inline(always)]
+    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+        tanh(simd, x)
+    }
+}
+
+/// x * sigmoid(y) = x / (1 + e^-y).
+#[inline(always)]
+fn times_sigmoid<S: Simd>(simd: S, x: S::V, y: S::V) -> S::V {
+    simd.div(x, simd.add(simd.splat(1.0), exp(simd, simd.sub(simd.splat(0.0), y))))
+}
+
+struct Activate<'a> {
+    pool: &'a mut Pool,
+    level: Level,
+    width: usize,
+    gate: &'a mut [f32],
+    up: Option<&'a [f32]>,
+}
+
+impl ForFunction for Activate<'_> {
+    fn run<F: Function>(self) {
+        let Activate { pool, level, width, gate, up } = self;
+        pool.for_rows(gate, width, |row, gate| match up {
+            Some(up) => level.run(Gated::<F> { gate, up: &up[row * width..][..width], f: PhantomData }),
+            None => level.run(Plain::<F> { x: gate, f: PhantomData }),
+        });
+    }
+}
+
+struct Gated<'a, F> {
+    gate: &'a mut [f32],
+    up: &'a [f32],
+    f: PhantomData<F>,
+}
+
+impl<F: Function> Kernel for Gated<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (gate, gate_rest) = self.gate.as_chunks_mut::<LANES>();
+        let (up, up_rest) = self.up.as_chunks::<LANES>();
+        for i in 0..gate.len() {
+            let activated = F::of(simd, simd.load(&gate[i]));
+            simd.store(simd.mul(activated, simd.load(&up[i])), &mut gate[i]);
+        }
+        let activated = F::of(simd, load_part::<S, F32>(simd, gate_rest));
+        let up = load_part::<S, F32>(simd, up_rest);
+        store_part(simd, simd.mul(activated, up), gate_rest);
+    }
+}
+
+struct Plain<'a, F> {
+    x: &'a mut [f32],
+    f: PhantomData<F>,
+}
+
+impl<F: Function> Kernel for Plain<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (x, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in x {
+            simd.store(F::of(simd, simd.load(x)), x);
+        }
+        store_part(simd, F::of(simd, load_part::<S, F32>(simd, rest)), rest);
+    }
+}
+
+struct Cap<'a> {
+    cap: f32,
+    x: &'a mut [f32],
+}
+
+/// cap * tanh(x / cap).
+#[inline(always)]
+pub fn capped<S: Simd>(simd: S, cap: S::V, x: S::V) -> S::V {
+    simd.mul(cap, tanh(simd, simd.div(x, cap)))
+}
+
+impl Kernel for Cap<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let cap = simd.splat(self.cap);
+        let (x, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in x {
+            simd.store(capped(simd, cap, simd.load(x)), x);
+        }
+        store_part(simd, capped(simd, cap, load_part::<S, F32>(simd, rest)), rest);
+    }
+}
+
+struct Gate<'a> {
+    gate: f32,
+    x: &'a mut [f32],
+}
+
+impl Kernel for Gate<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let gate = sigmoid(simd, simd.splat(self.gate));
+        let (x, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in x {
+            simd.store(simd.mul(simd.load(x), gate), x);
+        }
+        store_part(simd, simd.mul(load_part::<S, F32>(simd, rest), gate), rest);
+    }
+}

@@ -1,0 +1,70 @@
+//! Scores that are more than a scaled product: capped, and biased by distance.
+//!
+//! Invariant: a score's adjustment depends on its head, its two positions and the shape alone.
+
+use super::Attention;
+use super::cache::BLOCK;
+use super::tile::Query;
+use crate::cpu::activation::capped;
+use crate::cpu::simd::{Kernel, LANES, Simd};
+
+/// The scores of one query vector with a block.
+pub struct Adjust<'a> {
+    scale: f32,
+    softcap: Option<f32>,
+    bias: Option<Biases<'a>>,
+    scores: &'a mut [f32; BLOCK],
+}
+
+/// A head's row of the table, and where in it the block's first position is: before its begin, or beyond its end, only
+/// for positions that the query does not see.
+struct Biases<'a> {
+    table: &'a [f32],
+    first: isize,
+}
+
+impl<'a> Adjust<'a> {
+    /// `at` is the position of the block's first key.
+    pub fn new(op: &Attention<'a>, query: &Query, at: usize, scores: &'a mut [f32; BLOCK]) -> Adjust<'a> {
+        let bias = op.shape.bias.map(|bias| {
+            let width = 2 * bias.reach - 1;
+            let table = &bias.table.f32()[query.head * width..][..width];
+            Biases { table, first: (at + bias.reach - 1) as isize - query.position as isize }
+        });
+        Adjust { scale: op.shape.scale, softcap: op.shape.softcap, bias, scores }
+    }
+}
+
+impl Kernel for Adjust<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for (half, scores) in self.scores.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            let mut adjusted = simd.mul(simd.load(scores), simd.splat(self.scale));
+            if let Some(cap) = self.softcap {
+                adjusted = capped(simd, simd.splat(cap), adjusted);
+            }
+            if let Some(biases) = &self.bias {
+                let first = biases.first + (half * LANES) as isize;
+                adjusted = simd.add(adjusted, load_at(simd, biases.table, first));
+            }
+            simd.store(adjusted, scores);
+        }
+    }
+}
+
+/// Sixteen numbers from `first` on; zero where there are none.
+#[inline(always)]
+fn load_at<S: Simd>(simd: S, numbers: &[f32], first: isize) -> S::V {
+    if first >= 0 && first as usize + LANES <= numbers.len() {
+        return simd.load(&numbers[first as usize..].as_chunks::<LANES>().0[0]);
+    }
+    let mut lanes = [0.0; LANES];
+    for (lane, index) in lanes.iter_mut().zip(first..) {
+        if index >= 0 && (index as usize) < numbers.len() {
+            *lane = numbers[index as usize];
+        }
+    }
+    simd.load(&lanes)
+}

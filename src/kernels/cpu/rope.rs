@@ -1,0 +1,69 @@
+//! Rotary positions: a step's angles, once for all layers, and the rotation of heads by them.
+//!
+//! Invariant: a row's angles follow from its position and its sequence's reserved length alone.
+
+use super::pool::Pool;
+use super::step::Step;
+use crate::backend::{Rope, RopeStretch, RopeStyle};
+use crate::host::HostBuf;
+
+/// angles (rows, dims / 2, 2) = cosine and sine of each row's pairs.
+pub fn angles(pool: &mut Pool, step: &Step, rope: &Rope<HostBuf>, angles: &mut [f32]) {
+    let dims = rope.dims;
+    pool.for_rows(angles, dims, |row, angles| {
+        let row = &step.rows()[row];
+        let reserved = step.run_of(row).reserved;
+        match rope.stretch.filter(|stretch| reserved > stretch.context) {
+            Some(stretch) => compute(stretch.base(dims, reserved), row.position, angles),
+            None => {
+                assert!(row.position < rope.positions, "position {} has no angle", row.position);
+                angles.copy_from_slice(&rope.table(reserved).f32()[row.position * dims..][..dims]);
+            }
+        }
+    });
+}
+
+/// The angles at a position, with a base that no table is for.
+fn compute(base: f64, position: usize, angles: &mut [f32]) {
+    let dims = angles.len();
+    for (pair, cos_sin) in angles.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let angle = RopeStretch::angle(base, dims, pair, position);
+        *cos_sin = [angle.cos() as f32, angle.sin() as f32];
+    }
+}
+
+/// Rotates the first `dims` of each head of x (rows, heads, head_dim) by its row's `angles`.
+pub fn rope(
+    pool: &mut Pool,
+    rope: &Rope<HostBuf>,
+    angles: &[f32],
+    heads: usize,
+    head_dim: usize,
+    x: &mut [f32],
+) {
+    assert!(rope.dims <= head_dim && rope.dims.is_multiple_of(2), "{} of {head_dim} dims", rope.dims);
+    pool.for_rows(x, heads * head_dim, |row, x| {
+        let angles = &angles[row * rope.dims..][..rope.dims];
+        for head in x.chunks_exact_mut(head_dim) {
+            rotate(rope.style, angles, &mut head[..rope.dims]);
+        }
+    });
+}
+
+/// `angles` holds (cosine, sine) for each pair of `head`.
+fn rotate(style: RopeStyle, angles: &[f32], head: &mut [f32]) {
+    let (angles, _) = angles.as_chunks::<2>();
+    match style {
+        RopeStyle::Halves => {
+            let (first, second) = head.split_at_mut(head.len() / 2);
+            for ((a, b), [cos, sin]) in first.iter_mut().zip(second).zip(angles) {
+                (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+            }
+        }
+        RopeStyle::Interleaved => {
+            for ([a, b], [cos, sin]) in head.as_chunks_mut::<2>().0.iter_mut().zip(angles) {
+                (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+            }
+        }
+    }
+}

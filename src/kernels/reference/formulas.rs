@@ -1,0 +1,197 @@
+//! The oracle's formulas, in F64: attention, norms, angles, activations, mixtures of experts.
+//!
+//! Invariant: a sum runs in the order of its index, and what is stored between two operations is F32.
+
+use super::draw::{descending, or_lowest};
+use crate::backend::{
+    Activation, AttentionShape, DistanceBias, Expert, KvLayer, MoeShape, Norm, NormKind, Rope, RopeStretch,
+    Scoring, Weight,
+};
+use crate::host::HostBuf;
+use crate::quant::QuantType;
+use std::f64::consts::{FRAC_2_SQRT_PI, PI, SQRT_2};
+
+/// K (places, k_dim) and V (places, v_dim) of one KV head at those places of the cache.
+pub(super) fn history(
+    cache: &KvLayer<HostBuf>,
+    kv_head: usize,
+    places: impl ExactSizeIterator<Item = usize>,
+) -> (Vec<f32>, Vec<f32>) {
+    let layout = cache.layout;
+    let mut keys = vec![0.0; places.len() * layout.k_dim];
+    let mut values = vec![0.0; places.len() * layout.v_dim];
+    let rows = keys.chunks_exact_mut(layout.k_dim).zip(values.chunks_exact_mut(layout.v_dim));
+    for (place, (key, value)) in places.zip(rows) {
+        read_codes(layout.ty, &cache.k, place * layout.kv_heads + kv_head, key);
+        read_codes(layout.ty, &cache.v, place * layout.kv_heads + kv_head, value);
+    }
+    (keys, values)
+}
+
+/// Scaled and capped scores of q (k_dim) with keys (n, k_dim).
+pub(super) fn scores(shape: &AttentionShape<HostBuf>, q: &[f32], keys: &[f32]) -> Vec<f64> {
+    let scaled = keys.chunks_exact(q.len()).map(|key| dot(q, key) * f64::from(shape.scale));
+    match shape.softcap {
+        Some(cap) => scaled.map(|score| capped(score, cap)).collect(),
+        None => scaled.collect(),
+    }
+}
+
+pub(super) fn distance_bias(bias: &DistanceBias<HostBuf>, head: usize, key: usize, query: usize) -> f64 {
+    let at = (key + bias.reach - 1).checked_sub(query).filter(|at| *at < 2 * bias.reach - 1);
+    let at = at.expect("the bias reaches every distance; this is a bug");
+    f64::from(bias.table.f32()[head * (2 * bias.reach - 1) + at])
+}
+
+/// out (v_dim) = softmax(scores) · values (n, v_dim); nothing where nothing is seen.
+pub(super) fn mix(scores: &[f64], values: &[f32], out: &mut [f32]) {
+    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let mut sums = vec![0.0; out.len()];
+    for (weight, value) in weights.iter().zip(values.chunks_exact(out.len())) {
+        for (sum, v) in sums.iter_mut().zip(value) {
+            *sum += weight * f64::from(*v);
+        }
+    }
+    for (out, sum) in out.iter_mut().zip(sums) {
+        *out = if scores.is_empty() { 0.0 } else { (sum / total) as f32 };
+    }
+}
+
+/// Normalises one row.
+pub(super) fn normalise(norm: &Norm<HostBuf>, x: &mut [f32]) {
+    let width = norm.width as f64;
+    let mean = match norm.kind {
+        NormKind::Rms => 0.0,
+        NormKind::Layer => x.iter().map(|x| f64::from(*x)).sum::<f64>() / width,
+    };
+    let variance = x.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / width;
+    let deviation = (variance + f64::from(norm.eps)).sqrt();
+    for (i, x) in x.iter_mut().enumerate() {
+        let weight = norm.weight.as_ref().map_or(1.0, |weight| f64::from(weight.f32()[i]));
+        let bias = norm.bias.as_ref().map_or(0.0, |bias| f64::from(bias.f32()[i]));
+        *x = ((f64::from(*x) - mean) / deviation * weight + bias) as f32;
+    }
+}
+
+/// Cosine and sine of each pair (dims / 2, 2) at a position of a sequence with so many reserved tokens.
+pub(super) fn angles_of(rope: &Rope<HostBuf>, position: usize, reserved: usize, angles: &mut [f32]) {
+    if let Some(stretch) = rope.stretch.filter(|stretch| reserved > stretch.context) {
+        let base = stretch.base(rope.dims, reserved);
+        for (pair, cos_sin) in angles.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            let angle = RopeStretch::angle(base, rope.dims, pair, position);
+            *cos_sin = [angle.cos() as f32, angle.sin() as f32];
+        }
+        return;
+    }
+    assert!(position < rope.positions, "position {position} has no angle");
+    let table = rope.table(reserved);
+    angles.copy_from_slice(&table.f32()[position * rope.dims..][..rope.dims]);
+}
+
+pub(super) fn activated(act: Activation, x: f64) -> f64 {
+    match act {
+        Activation::Relu => x.max(0.0),
+        Activation::SquaredRelu => x.max(0.0).powi(2),
+        // Φ(x) = erfc(-x / √2) / 2, which does not cancel in the tail.
+        Activation::Gelu => 0.5 * x * erfc(-x / SQRT_2),
+        // (1 + tanh(y)) / 2 = sigmoid(2y), which does not either.
+        Activation::GeluTanh => x * sigmoid(2.0 * (2.0 / PI).sqrt() * (x + 0.044715 * x.powi(3))),
+        Activation::QuickGelu => x * sigmoid(1.702 * x),
+        Activation::Silu => x * sigmoid(x),
+        Activation::Tanh => x.tanh(),
+    }
+}
+
+pub(super) fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+pub(super) fn capped(x: f64, cap: f32) -> f64 {
+    f64::from(cap) * (x / f64::from(cap)).tanh()
+}
+
+/// 1 - erf(x), by erf's series about zero and by its own continued fraction beyond 3: relative to itself within 1e-10
+/// above 0, to 1 below.
+pub(crate) fn erfc(x: f64) -> f64 {
+    if x.abs() < 3.0 {
+        return 1.0 - erf(x);
+    }
+    // e^(-x²) / √π · 1 / (x + 1/2 / (x + 1 / (x + 3/2 / (x + ...))))
+    let magnitude = x.abs();
+    let fraction = (1..60).rev().fold(0.0, |below, n| f64::from(n) / 2.0 / (magnitude + below));
+    let tail = (-magnitude * magnitude).exp() / (PI.sqrt() * (magnitude + fraction));
+    if x > 0.0 { tail } else { 2.0 - tail }
+}
+
+/// 2/√π · Σ (-1)ⁿ x²ⁿ⁺¹ / (n! (2n+1)), here as e^(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!, whose terms have one sign.
+fn erf(x: f64) -> f64 {
+    let (mut term, mut sum, mut n) = (x, x, 0.0);
+    while term.abs() > sum.abs() * 1e-17 {
+        n += 1.0;
+        term *= 2.0 * x * x / (2.0 * n + 1.0);
+        sum += term;
+    }
+    FRAC_2_SQRT_PI * (-x * x).exp() * sum
+}
+
+/// The experts that a row goes through, ascending, each with its score.
+pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
+    let logits: Vec<f32> = logits.iter().map(|logit| or_lowest(*logit)).collect();
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let scores: Vec<f64> = match shape.scoring {
+        Scoring::Sigmoid => logits.iter().map(|logit| sigmoid(f64::from(*logit))).collect(),
+        Scoring::Softmax => {
+            let weights = logits.iter().map(|logit| (f64::from(*logit) - f64::from(largest)).exp());
+            let weights: Vec<f64> = weights.collect();
+            let total: f64 = weights.iter().sum();
+            weights.iter().map(|weight| weight / total).collect()
+        }
+    };
+    let mut chosen: Vec<usize> = descending(&logits).into_iter().map(|id| id as usize).collect();
+    chosen.truncate(shape.top_k);
+    chosen.sort_unstable();
+    let sum: f64 = if shape.renormalise { chosen.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
+    chosen.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
+}
+
+/// What one expert makes of x (hidden).
+pub(super) fn expert_mlp(expert: &Expert<HostBuf>, act: Activation, x: &[f32]) -> Vec<f32> {
+    let gate = product(&expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
+    let inner: Vec<f32> = match &expert.up {
+        Some(up) => gate.zip(product(up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect(),
+        None => gate.map(|gate| gate as f32).collect(),
+    };
+    product(&expert.down, &inner)
+}
+
+/// w (out, in) · x (in)
+fn product(w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+    let mut weights = vec![0.0; w.inp];
+    let row = |o| {
+        read_codes(w.ty, &w.buf, o, &mut weights);
+        dot(x, &weights) as f32
+    };
+    (0..w.out).map(row).collect()
+}
+
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Reads vector number `index` of `out.len()` elements.
+pub(super) fn read_codes(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
+    let bytes = vector_bytes(ty, out.len());
+    (ty.row().dequantize)(&from.bytes()[index * bytes..][..bytes], out);
+}
+
+/// Writes vector number `index` of `values.len()` elements.
+pub(super) fn write_codes(ty: QuantType, values: &[f32], to: &mut HostBuf, index: usize) {
+    let bytes = vector_bytes(ty, values.len());
+    (ty.row().quantize)(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
+}
+
+fn vector_bytes(ty: QuantType, elements: usize) -> usize {
+    ty.bytes(elements).expect("vectors hold whole blocks; this is a bug")
+}

@@ -1,0 +1,372 @@
+//! The oracle: every operation as one plain loop, and the one definition of drawing a token.
+//!
+//! Slow on purpose. Sums run in F64 in the order of their index, so that what remains is the rounding of
+//! stored values; whatever a fast backend does is compared with this by [`crate::conformance`]. This file is the list of
+//! operations; beside it are the rows of the step at hand, the formulas, and the drawing.
+//! Invariant: no threads, no unsafe code, no state beyond slots and the current rows.
+
+mod rows;
+
+mod formulas;
+
+mod draw;
+
+pub use draw::{LogProbs, draw, logprobs};
+#[cfg(test)]
+pub(crate) use formulas::erfc;
+
+use crate::backend::{
+    Activation, AttentionShape, Backend, DeviceError, Expert, KvLayer, KvLayout, KvTable, MoeShape, Norm,
+    Rope, RopeStyle, StepLimits, Weight,
+};
+use crate::batch::{
+    Page, PageCopy, SampleMode, SampleRow, SampledRow, SpanStack, SpanTable, StepBatch, StepOutput,
+};
+use crate::host::HostBuf;
+use crate::quant::QuantType;
+use formulas::{
+    activated, angles_of, capped, distance_bias, dot, expert_mlp, history, mix, normalise, read_codes,
+    routed, scores, sigmoid, write_codes,
+};
+use rows::{Part, SlotState, visible};
+use std::ops::Range;
+
+/// The oracle backend, in host memory.
+#[derive(Debug, Default)]
+pub struct Reference {
+    limits: Option<StepLimits>,
+    slots: Vec<SlotState>,
+    /// Rows of the step begun last, by stack.
+    parts: [Part; 2],
+    /// The stack whose rows are the current ones.
+    part: usize,
+    /// What to do with each wanted row, of both stacks.
+    samples: Vec<SampleRow>,
+    biases: Vec<(u32, f32)>,
+}
+
+impl Reference {
+    /// An oracle without slots; [`Backend::prepare`] makes them.
+    pub fn new() -> Reference {
+        Reference::default()
+    }
+}
+
+impl Backend for Reference {
+    type Buf = HostBuf;
+
+    fn describe(&self) -> String {
+        "reference (scalar F64, 1 thread)".into()
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<HostBuf, DeviceError> {
+        HostBuf::zeroed(bytes)
+    }
+
+    fn upload(&mut self, to: &mut HostBuf, offset: usize, bytes: &[u8]) {
+        to.bytes_mut()[offset..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn download(&mut self, from: &HostBuf, offset: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&from.bytes()[offset..][..bytes.len()]);
+    }
+
+    fn upload_weight(
+        &mut self,
+        ty: QuantType,
+        out: usize,
+        inp: usize,
+        bytes: &[u8],
+    ) -> Result<Weight<HostBuf>, DeviceError> {
+        assert_eq!(
+            Some(bytes.len()),
+            ty.bytes(inp).map(|row| row * out),
+            "{ty} codes of a {out} x {inp} matrix"
+        );
+        let mut buf = HostBuf::zeroed(bytes.len())?;
+        buf.bytes_mut().copy_from_slice(bytes);
+        Ok(Weight { buf, ty, out, inp })
+    }
+
+    /// Both buffers are (pages, page_positions, kv_heads, width) in codes of `layout.ty`.
+    fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
+        assert_eq!(layout.page_positions % KvLayout::BLOCK, 0, "pages hold whole blocks");
+        layout.check_type()?;
+        let vectors = layout.pages * layout.page_positions * layout.kv_heads;
+        let allocate = |width: usize| match layout.ty.bytes(width) {
+            Some(bytes) => HostBuf::zeroed(vectors * bytes),
+            None => Err(DeviceError::Unsupported(format!("heads of width {width} in a {} cache", layout.ty))),
+        };
+        Ok(KvLayer { k: allocate(layout.k_dim)?, v: allocate(layout.v_dim)?, layout })
+    }
+
+    fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
+        self.limits = Some(*limits);
+        self.slots = vec![SlotState::new(limits); limits.slots];
+        Ok(())
+    }
+
+    fn begin(&mut self, batch: &StepBatch) {
+        self.move_slots(batch);
+        self.update_tables(batch);
+        self.map_rows(batch);
+        self.select(SpanStack::Decoder);
+        self.samples.clone_from(&batch.samples);
+        self.biases.clone_from(&batch.biases);
+    }
+
+    fn select(&mut self, stack: SpanStack) -> usize {
+        self.part = stack as usize;
+        self.rows().len()
+    }
+
+    fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
+        for buf in [&mut cache.k, &mut cache.v] {
+            let page_bytes = buf.len() / cache.layout.pages;
+            for copy in copies {
+                let from = copy.from as usize * page_bytes;
+                buf.bytes_mut().copy_within(from..from + page_bytes, copy.to as usize * page_bytes);
+            }
+        }
+    }
+
+    fn embed(&mut self, table: &Weight<HostBuf>, x: &mut HostBuf) {
+        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.inp)) {
+            read_codes(table.ty, &table.buf, row.token as usize, x);
+        }
+    }
+
+    fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
+        let mut vector = vec![0.0; table.inp];
+        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.inp)) {
+            assert!(row.position + offset < table.out, "position {} has no vector", row.position);
+            read_codes(table.ty, &table.buf, row.position + offset, &mut vector);
+            x.iter_mut().zip(&vector).for_each(|(x, v)| *x += v);
+        }
+    }
+
+    fn matmul(
+        &mut self,
+        rows: usize,
+        w: &Weight<HostBuf>,
+        bias: Option<&HostBuf>,
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
+        let mut weights = vec![0.0; w.inp];
+        for o in 0..w.out {
+            read_codes(w.ty, &w.buf, o, &mut weights);
+            let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[o]));
+            for r in 0..rows {
+                y[r * w.out + o] = (start + dot(&x[r * w.inp..][..w.inp], &weights)) as f32;
+            }
+        }
+    }
+
+    fn norm(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &HostBuf, y: &mut HostBuf) {
+        let len = rows * norm.width;
+        y.f32_mut()[..len].copy_from_slice(&x.f32()[..len]);
+        self.norm_in_place(rows, norm, y);
+    }
+
+    fn norm_in_place(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &mut HostBuf) {
+        for x in x.f32_mut()[..rows * norm.width].chunks_exact_mut(norm.width) {
+            normalise(norm, x);
+        }
+    }
+
+    fn angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
+        for (row, angles) in self.rows().iter().zip(angles.f32_mut().chunks_exact_mut(rope.dims)) {
+            angles_of(rope, row.position, row.reserved, angles);
+        }
+    }
+
+    fn rope(
+        &mut self,
+        rope: &Rope<HostBuf>,
+        angles: &HostBuf,
+        heads: usize,
+        head_dim: usize,
+        x: &mut HostBuf,
+    ) {
+        assert!(rope.dims <= head_dim && rope.dims.is_multiple_of(2), "{} of {head_dim} dims", rope.dims);
+        let half = rope.dims / 2;
+        let rows = angles.f32().chunks_exact(rope.dims).take(self.rows().len());
+        for (cos_sin, x) in rows.zip(x.f32_mut().chunks_exact_mut(heads * head_dim)) {
+            for head in x.chunks_exact_mut(head_dim) {
+                for i in 0..half {
+                    let (a, b) = match rope.style {
+                        RopeStyle::Halves => (i, i + half),
+                        RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+                    };
+                    let [cos, sin, u, v] =
+                        [cos_sin[2 * i], cos_sin[2 * i + 1], head[a], head[b]].map(f64::from);
+                    head[a] = (u * cos - v * sin) as f32;
+                    head[b] = (u * sin + v * cos) as f32;
+                }
+            }
+        }
+    }
+
+    fn store_kv(&mut self, table: KvTable, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
+        let layout = cache.layout;
+        for (r, row) in self.rows().iter().enumerate() {
+            let place = self.place(row, table, row.position, &layout);
+            for head in 0..layout.kv_heads {
+                let (from, to) = (r * layout.kv_heads + head, place * layout.kv_heads + head);
+                write_codes(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
+                write_codes(layout.ty, &v.f32()[from * layout.v_dim..][..layout.v_dim], &mut cache.v, to);
+            }
+        }
+    }
+
+    fn attention(
+        &mut self,
+        shape: &AttentionShape<HostBuf>,
+        q: &HostBuf,
+        cache: &KvLayer<HostBuf>,
+        out: &mut HostBuf,
+    ) {
+        let layout = cache.layout;
+        let group = shape.heads / layout.kv_heads;
+        assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
+        assert!(shape.mask.suits(shape.table), "{:?} has no meaning over {:?}", shape.mask, shape.table);
+        for (r, row) in self.rows().iter().enumerate() {
+            let seen = visible(row, shape.mask, shape.table);
+            for kv_head in 0..layout.kv_heads {
+                let places = seen.clone().map(|p| self.place(row, shape.table, p, &layout));
+                let (keys, values) = history(cache, kv_head, places);
+                for head in kv_head * group..(kv_head + 1) * group {
+                    let at = r * shape.heads + head;
+                    let mut scores = scores(shape, &q.f32()[at * layout.k_dim..][..layout.k_dim], &keys);
+                    if let Some(bias) = shape.bias {
+                        let biases = seen.clone().map(|key| distance_bias(bias, head, key, row.position));
+                        scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);
+                    }
+                    mix(&scores, &values, &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim]);
+                }
+            }
+        }
+    }
+
+    fn activate(
+        &mut self,
+        rows: usize,
+        width: usize,
+        act: Activation,
+        gate: &mut HostBuf,
+        up: Option<&HostBuf>,
+    ) {
+        for (i, gate) in gate.f32_mut()[..rows * width].iter_mut().enumerate() {
+            let activated = activated(act, f64::from(*gate));
+            *gate = (activated * up.map_or(1.0, |up| f64::from(up.f32()[i]))) as f32;
+        }
+    }
+
+    fn add(&mut self, rows: usize, width: usize, factor: f32, x: &mut HostBuf, y: &HostBuf) {
+        for (x, y) in x.f32_mut()[..rows * width].iter_mut().zip(y.f32()) {
+            *x += factor * y;
+        }
+    }
+
+    fn scale(&mut self, rows: usize, width: usize, factor: f32, x: &mut HostBuf) {
+        x.f32_mut()[..rows * width].iter_mut().for_each(|x| *x *= factor);
+    }
+
+    fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut HostBuf) {
+        for x in &mut x.f32_mut()[..rows * width] {
+            *x = capped(f64::from(*x), cap) as f32;
+        }
+    }
+
+    fn gate_rows(&mut self, rows: usize, width: usize, gate: &HostBuf, x: &mut HostBuf) {
+        for (x, gate) in x.f32_mut()[..rows * width].chunks_exact_mut(width).zip(gate.f32()) {
+            let gate = sigmoid(f64::from(*gate));
+            x.iter_mut().for_each(|x| *x = (f64::from(*x) * gate) as f32);
+        }
+    }
+
+    fn prepare_moe(&mut self, _shape: &MoeShape, _hidden: usize) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn moe(
+        &mut self,
+        rows: usize,
+        shape: &MoeShape,
+        router: &HostBuf,
+        experts: &[Expert<HostBuf>],
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
+        assert_eq!(experts.len(), shape.experts, "each expert has its weights");
+        let hidden = experts[0].down.out;
+        for r in 0..rows {
+            let logits = &router.f32()[r * shape.experts..][..shape.experts];
+            let mut sum = vec![0.0; hidden];
+            for (expert, score) in routed(shape, logits) {
+                let given = expert_mlp(&experts[expert], shape.activation, &x.f32()[r * hidden..][..hidden]);
+                sum.iter_mut().zip(given).for_each(|(sum, y)| *sum += score * f64::from(y));
+            }
+            let y = &mut y.f32_mut()[r * hidden..][..hidden];
+            y.iter_mut().zip(sum).for_each(|(y, sum)| *y = sum as f32);
+        }
+    }
+
+    fn reduce(&mut self, _rows: usize, _width: usize, _x: &mut HostBuf) {
+        // A stage of one member.
+    }
+
+    fn gather(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
+        for (row, y) in self.parts[self.part].wanted[wanted].iter().zip(y.f32_mut().chunks_exact_mut(width)) {
+            y.copy_from_slice(&x.f32()[row * width..][..width]);
+        }
+    }
+
+    fn hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
+        out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
+    }
+
+    fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+        let vocab = self.limits().vocab;
+        for (i, logits) in wanted.zip(logits.f32().chunks_exact(vocab)) {
+            let part = &self.parts[self.part];
+            let (row, sample) = (part.rows[part.wanted[i]], self.samples[part.first_sample + i]);
+            let token = match sample.mode {
+                SampleMode::Draw => draw(logits, sample.biases(&self.biases), &sample),
+                SampleMode::Score(token) => token,
+            };
+            if sample.mode == SampleMode::Draw && row.table != SpanTable::Sink {
+                self.slots[row.slot].last = token;
+            }
+            report(token, logits, &sample, out);
+        }
+    }
+
+    fn table(&self, slot: u32, table: KvTable) -> &[Page] {
+        let slot = &self.slots[slot as usize];
+        match table {
+            KvTable::Own => &slot.own,
+            KvTable::Cross => &slot.cross,
+            KvTable::Scratch => &[],
+        }
+    }
+}
+
+/// Appends one wanted row's result.
+fn report(token: u32, logits: &[f32], sample: &SampleRow, out: &mut StepOutput) {
+    let mut result = SampledRow { token, logprob: f32::NAN, top_at: out.top.len() as u32, top_len: 0 };
+    if sample.logprob || sample.top_logprobs > 0 {
+        let logprobs = logprobs(logits, sample.top_logprobs.into());
+        result.top_len = logprobs.top.len() as u32;
+        if sample.logprob {
+            result.logprob = logprobs.of(logits[token as usize]);
+        }
+        out.top.extend(logprobs.top);
+    }
+    out.rows.push(result);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,268 @@
+//! The oracle itself, against small cases computed by other means.
+
+use super::*;
+use crate::backend::{DistanceBias, Mask, NormKind, RopeStretch, Scoring};
+use crate::batch::{Span, SpanModel, SpanTokens, TableUpdate, Want};
+
+mod attention;
+
+fn buf(values: &[f32]) -> HostBuf {
+    let mut buf = HostBuf::zeroed(values.len() * 4).unwrap();
+    buf.f32_mut().copy_from_slice(values);
+    buf
+}
+
+fn near(got: &[f32], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    for (got, want) in got.iter().zip(want) {
+        assert!((f64::from(*got) - want).abs() < 1e-6 * want.abs().max(1.0), "{got} is not {want}");
+    }
+}
+
+const LIMITS: StepLimits = StepLimits {
+    slots: 2,
+    rows: 16,
+    logit_rows: 4,
+    positions: 32,
+    source_positions: 8,
+    page_positions: 32,
+    top_logprobs: 4,
+    biases: 4,
+    vocab: 4,
+    hidden: 4,
+};
+
+/// A span of token 2, of a sequence that has room for 20 and a source of 3.
+fn span(slot: u32, start: u32, len: u32) -> Span {
+    Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot,
+        start,
+        tokens: SpanTokens::Given { at: 0, len },
+        table: SpanTable::Own,
+        reserved: 20,
+        source: 3,
+        want: Want::None,
+    }
+}
+
+fn source(slot: u32, len: u32) -> Span {
+    Span { stack: SpanStack::Encoder, table: SpanTable::Scratch, ..span(slot, 0, len) }
+}
+
+/// An oracle whose current rows are those of these spans. Slot s has page 1 + 2s, and 2 + 2s for its source.
+fn of(spans: &[Span]) -> Reference {
+    let mut oracle = Reference::new();
+    oracle.prepare(&LIMITS).unwrap();
+    let entry = |slot, table, page| TableUpdate { slot, table, index: 0, page };
+    let tables = (0..2).flat_map(|slot| {
+        [entry(slot, KvTable::Own, 1 + 2 * slot), entry(slot, KvTable::Cross, 2 + 2 * slot)]
+    });
+    let (spans, tables) = (spans.to_vec(), tables.collect());
+    oracle.begin(&StepBatch { spans, tokens: vec![2; 16], tables, ..StepBatch::default() });
+    oracle
+}
+
+fn at(start: u32, len: u32) -> Reference {
+    of(&[span(0, start, len)])
+}
+
+fn matrix(oracle: &mut Reference, out: usize, values: &[f32]) -> Weight<HostBuf> {
+    let codes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    oracle.upload_weight(QuantType::F32, out, values.len() / out, &codes).unwrap()
+}
+
+#[test]
+fn norms_divide_by_their_deviation() {
+    let mut y = buf(&[0.0; 2]);
+    let norm = Norm { kind: NormKind::Rms, weight: Some(buf(&[1.0, 0.5])), bias: None, width: 2, eps: 0.0 };
+    at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
+    // The mean of 9 and 16 is 12.5.
+    near(y.f32(), &[3.0 / 12.5f64.sqrt(), 2.0 / 12.5f64.sqrt()]);
+    let norm = Norm { eps: 12.5, ..norm };
+    at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
+    near(y.f32(), &[0.6, 0.4]);
+    // Of 1, 3 and 8 the mean is 4, and the mean square from it 26 / 3.
+    let mut x = buf(&[1.0, 3.0, 8.0]);
+    let (weight, bias) = (Some(buf(&[1.0, 2.0, 0.5])), Some(buf(&[0.0, 0.25, 1.0])));
+    let norm = Norm { kind: NormKind::Layer, weight, bias, width: 3, eps: 1.0 / 3.0 };
+    at(0, 1).norm_in_place(1, &norm, &mut x);
+    near(x.f32(), &[-1.0, -2.0 / 3.0 + 0.25, 2.0 / 3.0 + 1.0]);
+}
+
+#[test]
+fn rope_turns_the_pairs_of_its_style_and_leaves_the_rest() {
+    let row = [0.3f64, 1.1];
+    let angles: Vec<f32> = row.iter().flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
+    let table = || buf(&[&[9.0; 4][..], &angles].concat());
+    let [(c0, s0), (c1, s1)] = row.map(|a| (a.cos(), a.sin()));
+    let rotate = |style| {
+        let (mut x, mut turned) = (buf(&[1.0, 2.0, 3.0, 4.0, 5.0]), buf(&[0.0; 4]));
+        let rope = Rope { tables: vec![(usize::MAX, table())], positions: 2, dims: 4, style, stretch: None };
+        let mut oracle = at(1, 1);
+        oracle.angles(&rope, &mut turned);
+        oracle.rope(&rope, &turned, 1, 5, &mut x);
+        x.f32().to_vec()
+    };
+    let halves = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
+    near(&rotate(RopeStyle::Halves), &halves);
+    let interleaved = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
+    near(&rotate(RopeStyle::Interleaved), &interleaved);
+}
+
+#[test]
+fn angles_go_by_the_reserved_length() {
+    let table = |value: f32| buf(&[value; 16 * 4]);
+    let tables = vec![(10, table(1.0)), (20, table(2.0)), (30, table(3.0))];
+    let rope = Rope { tables, positions: 16, dims: 4, style: RopeStyle::Halves, stretch: None };
+    let first = |rope: &Rope<HostBuf>, reserved| {
+        let mut angles = buf(&[0.0; 4]);
+        of(&[Span { reserved, ..span(0, 7, 1) }]).angles(rope, &mut angles);
+        angles.f32().to_vec()
+    };
+    let bounds = [(1, 1.0), (10, 1.0), (11, 2.0), (20, 2.0), (21, 3.0), (31, 3.0)];
+    for (reserved, value) in bounds {
+        assert_eq!(first(&rope, reserved), [value; 4], "{reserved} reserved");
+    }
+    // 18 of 12 positions at factor 2 double the base's growth, 2 * 18 / 12 - 1 = 2, to the power of 4 / 2: 40,000.
+    let stretch = RopeStretch { theta: 10_000.0, factor: 2.0, context: 12 };
+    let rope = Rope { stretch: Some(stretch), ..rope };
+    let (slow, fast) = (7.0 / 200f64, 7f64);
+    near(&first(&rope, 18), &[fast.cos(), fast.sin(), slow.cos(), slow.sin()]);
+    assert_eq!(first(&rope, 12), [2.0; 4], "within the context");
+}
+
+#[test]
+fn the_error_function_has_its_tabulated_values() {
+    let tabulated = [
+        (0.0, 1.0),
+        (0.5, 0.4795001221869535),
+        (1.0, 0.15729920705028513),
+        (2.0, 0.004677734981047266),
+        (2.9, 4.109_787_809_945_884e-5),
+        (3.0, 2.209049699858544e-05),
+        (4.0, 1.541725790028002e-08),
+        (6.0, 2.1519736712498913e-17),
+        (-1.0, 1.8427007929497148),
+        (-4.0, 1.999999984582742),
+    ];
+    for (x, value) in tabulated {
+        assert!((erfc(x) - value).abs() <= 1e-10 * value, "erfc({x}) is {:e}, not {value:e}", erfc(x));
+    }
+}
+
+#[test]
+fn activations_give_their_formulas() {
+    let mut oracle = at(0, 1);
+    let mut of = |act, x: &[f32]| {
+        let mut x = buf(x);
+        oracle.activate(1, x.len() / 4, act, &mut x, None);
+        x.f32().to_vec()
+    };
+    near(&of(Activation::Relu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 3.0]);
+    near(&of(Activation::SquaredRelu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 9.0]);
+    near(&of(Activation::Gelu, &[1.0, -3.0]), &[0.8413447460685429, -0.00404969409489031]);
+    near(&of(Activation::GeluTanh, &[1.0, -2.0]), &[0.8411919906082768, -0.045_402_305_912_225_9]);
+    near(&of(Activation::QuickGelu, &[2.0, 0.0]), &[1.9356586231442083, 0.0]);
+    near(&of(Activation::Tanh, &[0.5, -40.0]), &[0.46211715726000975, -1.0]);
+    let mut gate = buf(&[0.0, 1.0, -2.0]);
+    oracle.activate(1, 3, Activation::Silu, &mut gate, Some(&buf(&[7.0, 3.0, 1.0])));
+    near(gate.f32(), &[0.0, 3.0 / (1.0 + (-1f64).exp()), -2.0 / (1.0 + 2f64.exp())]);
+}
+
+#[test]
+fn sums_caps_and_gates_give_their_formulas() {
+    let mut oracle = at(0, 2);
+    let mut x = buf(&[1.0, 2.0, 3.0, 4.0]);
+    oracle.add(2, 2, 0.5, &mut x, &buf(&[10.0, 20.0, 30.0, 40.0]));
+    assert_eq!(x.f32(), [6.0, 12.0, 18.0, 24.0]);
+    oracle.scale(1, 2, -2.0, &mut x);
+    assert_eq!(x.f32(), [-12.0, -24.0, 18.0, 24.0]);
+    let ln_3 = 3f32.ln();
+    oracle.gate_rows(2, 2, &buf(&[0.0, -ln_3]), &mut x);
+    near(x.f32(), &[-6.0, -12.0, 4.5, 6.0]);
+    oracle.softcap(2, 2, 4.0, &mut x);
+    let capped = [-1.5f64, -3.0, 1.125, 1.5].map(|x| 4.0 * x.tanh());
+    near(x.f32(), &capped);
+    let mut out = StepOutput::default();
+    oracle.hidden(1..2, 2, &buf(&[1.0, 2.0, 3.0, 4.0]), &mut out);
+    assert_eq!(out.hidden, [3.0, 4.0]);
+}
+
+#[test]
+fn matmul_and_embeddings_give_their_formulas() {
+    let mut oracle = at(1, 1);
+    let w = matrix(&mut oracle, 3, &[1.0, 2.0, 3.0, -4.0, 5.0, 6.0]);
+    let mut y = buf(&[0.0; 3]);
+    oracle.matmul(1, &w, Some(&buf(&[0.0, 0.5, 0.0])), &buf(&[10.0, 1.0]), &mut y);
+    assert_eq!(y.f32(), [12.0, 26.5, 56.0]);
+    let mut x = buf(&[0.0; 2]);
+    oracle.embed(&w, &mut x);
+    assert_eq!(x.f32(), [5.0, 6.0]);
+    // Position 1, and the one after it.
+    oracle.embed_positions(&w, 0, &mut x);
+    assert_eq!(x.f32(), [8.0, 2.0]);
+    oracle.embed_positions(&w, 1, &mut x);
+    assert_eq!(x.f32(), [13.0, 8.0]);
+}
+
+#[test]
+fn routing_takes_the_largest_and_weighs_them() {
+    let shape = MoeShape {
+        experts: 4,
+        top_k: 2,
+        scoring: Scoring::Softmax,
+        renormalise: false,
+        scale: 1.0,
+        width: 1,
+        activation: Activation::Relu,
+    };
+    let check = |shape: MoeShape, logits: [f32; 4], want: &[(usize, f64)]| {
+        let got = routed(&shape, &logits);
+        assert_eq!(got.len(), want.len(), "{shape:?}");
+        for ((expert, score), (wanted, value)) in got.into_iter().zip(want) {
+            assert!(expert == *wanted && (score - value).abs() < 1e-6, "{expert}: {score} in {shape:?}");
+        }
+    };
+    // Shares of one, two, four and one eighth.
+    let logits = [1f32, 2.0, 4.0, 1.0].map(f32::ln);
+    check(shape, logits, &[(1, 0.25), (2, 0.5)]);
+    check(MoeShape { scale: 3.0, ..shape }, logits, &[(1, 0.75), (2, 1.5)]);
+    check(MoeShape { renormalise: true, ..shape }, logits, &[(1, 1.0 / 3.0), (2, 2.0 / 3.0)]);
+    check(MoeShape { top_k: 3, ..shape }, logits, &[(0, 0.125), (1, 0.25), (2, 0.5)]);
+    // 0 and ln 3 have the sigmoids 1/2 and 3/4.
+    let sigmoid = MoeShape { scoring: Scoring::Sigmoid, ..shape };
+    check(sigmoid, [0.0, -1.0, 3f32.ln(), -9.0], &[(0, 0.5), (2, 0.75)]);
+    check(MoeShape { renormalise: true, ..sigmoid }, [0.0, -1.0, 3f32.ln(), -9.0], &[(0, 0.4), (2, 0.6)]);
+    check(shape, [f32::NAN, 0.0, -9.0, 0.0], &[(1, 0.499_969_1), (3, 0.499_969_1)]);
+}
+
+#[test]
+fn a_mixture_sums_what_its_experts_make() {
+    let mut oracle = at(0, 2);
+    let mut expert = |gate: f32, up: Option<f32>, down: [f32; 2]| Expert {
+        gate: matrix(&mut oracle, 1, &[gate, 0.0]),
+        up: up.map(|up| matrix(&mut oracle, 1, &[0.0, up])),
+        down: matrix(&mut oracle, 2, &down),
+    };
+    let experts = [
+        expert(1.0, Some(1.0), [1.0, 0.0]),
+        expert(-1.0, Some(1.0), [9.0, 9.0]),
+        expert(2.0, Some(3.0), [0.0, 1.0]),
+    ];
+    let shape = MoeShape {
+        experts: 3,
+        top_k: 2,
+        scoring: Scoring::Softmax,
+        renormalise: true,
+        scale: 1.0,
+        width: 1,
+        activation: Activation::Relu,
+    };
+    let mut y = buf(&[0.0; 4]);
+    // The first row goes half and half through experts 0 and 2, the second through 0 and 1, which is shut.
+    let router = buf(&[5.0, 0.0, 5.0, 5.0, 5.0, 0.0]);
+    oracle.moe(2, &shape, &router, &experts, &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
+    near(y.f32(), &[0.5 * 14.0, 0.5 * 84.0, 0.5 * 3.0, 0.0]);
+}

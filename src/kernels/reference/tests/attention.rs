@@ -1,0 +1,111 @@
+//! Attention against means and weights worked out by hand.
+
+use super::*;
+
+/// K and V of `values.len()` positions of the current rows: no key matters, and values as given.
+fn keep(oracle: &mut Reference, table: KvTable, cache: &mut KvLayer<HostBuf>, values: &[f32]) {
+    oracle.store_kv(table, &buf(&vec![0.0; values.len()]), &buf(values), cache);
+}
+
+fn cache(oracle: &mut Reference, pages: usize) -> KvLayer<HostBuf> {
+    let layout = KvLayout { ty: QuantType::F32, pages, page_positions: 32, kv_heads: 1, k_dim: 1, v_dim: 1 };
+    oracle.alloc_kv(layout).unwrap()
+}
+
+/// What one head makes of `cache`, for `rows` rows whose products with every key are zero.
+fn mixed(
+    oracle: &mut Reference,
+    table: KvTable,
+    mask: Mask,
+    bias: Option<&DistanceBias<HostBuf>>,
+    (cache, rows): (&KvLayer<HostBuf>, usize),
+) -> Vec<f32> {
+    let mut out = buf(&vec![0.0; rows]);
+    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias };
+    oracle.attention(&shape, &buf(&vec![0.0; rows]), cache, &mut out);
+    out.f32().to_vec()
+}
+
+#[test]
+fn attention_weighs_two_positions_by_their_scores() {
+    let mut oracle = at(0, 2);
+    let layout =
+        KvLayout { ty: QuantType::F32, pages: 2, page_positions: 32, kv_heads: 1, k_dim: 2, v_dim: 1 };
+    let mut cache = oracle.alloc_kv(layout).unwrap();
+    oracle.store_kv(KvTable::Own, &buf(&[1.0, 0.0, 0.0, 2.0]), &buf(&[10.0, 20.0]), &mut cache);
+    let mut out = buf(&[0.0; 4]);
+    let q = buf(&[1.0, 1.0, 5.0, 5.0, 1.0, 1.0, 0.0, 0.0]);
+    let mask = Mask::Causal { window: None };
+    let shape = AttentionShape { heads: 2, scale: 0.5, softcap: None, mask, table: KvTable::Own, bias: None };
+    oracle.attention(&shape, &q, &cache, &mut out);
+    // Position 0 sees itself alone. At position 1, head 0 scores 0.5 and 1, and head 1 scores alike.
+    let second = 1.0 / (1.0 + (-0.5f64).exp());
+    near(out.f32(), &[10.0, 10.0, 10.0 + 10.0 * second, 15.0]);
+    // Capped at a tenth, the scores are all but equal to tanh 5 / 10 and tanh 10 / 10.
+    oracle.attention(&AttentionShape { softcap: Some(0.1), ..shape }, &q, &cache, &mut out);
+    let second = 1.0 / (1.0 + (0.1 * (5f64.tanh() - 10f64.tanh())).exp());
+    near(out.f32(), &[10.0, 10.0, 10.0 + 10.0 * second, 15.0]);
+}
+
+#[test]
+fn a_causal_window_counts_the_row_itself() {
+    let mut oracle = at(0, 6);
+    let mut cache = cache(&mut oracle, 2);
+    keep(&mut oracle, KvTable::Own, &mut cache, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    let mut mean = |window| mixed(&mut oracle, KvTable::Own, Mask::Causal { window }, None, (&cache, 6));
+    near(&mean(None), &[0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
+    near(&mean(Some(3)), &[0.0, 0.5, 1.0, 2.0, 3.0, 4.0]);
+    near(&mean(Some(1)), &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+}
+
+#[test]
+fn an_encoders_rows_see_their_own_source_and_nothing_else() {
+    let mut oracle = of(&[source(1, 4), source(0, 3)]);
+    assert_eq!(oracle.select(SpanStack::Encoder), 7);
+    let mut cache = cache(&mut oracle, LIMITS.scratch_positions() / 32);
+    keep(&mut oracle, KvTable::Scratch, &mut cache, &[1.0, 2.0, 3.0, 6.0, 50.0, 60.0, 100.0]);
+    let mut mean = |mask| mixed(&mut oracle, KvTable::Scratch, mask, None, (&cache, 7));
+    near(&mean(Mask::Whole { window: None }), &[3.0, 3.0, 3.0, 3.0, 70.0, 70.0, 70.0]);
+    near(&mean(Mask::Whole { window: Some(1) }), &[1.5, 2.0, 11.0 / 3.0, 4.5, 55.0, 70.0, 80.0]);
+    near(&mean(Mask::Causal { window: None }), &[1.0, 1.5, 2.0, 3.0, 50.0, 55.0, 70.0]);
+}
+
+#[test]
+fn a_decoders_rows_see_their_source_through_the_cross_table() {
+    let sink = Span { table: SpanTable::Sink, ..span(1, 0, 1) };
+    let none = Span { source: 0, ..span(1, 0, 1) };
+    let mut oracle = of(&[source(0, 3), source(1, 2), span(0, 5, 2), sink, none]);
+    let mut cache = cache(&mut oracle, 5);
+    oracle.select(SpanStack::Encoder);
+    keep(&mut oracle, KvTable::Cross, &mut cache, &[1.0, 2.0, 6.0, 50.0, 70.0]);
+    assert_eq!(oracle.select(SpanStack::Decoder), 4);
+    let whole = Mask::Whole { window: None };
+    near(&mixed(&mut oracle, KvTable::Cross, whole, None, (&cache, 4)), &[3.0, 3.0, 0.0, 0.0]);
+    // Neither page of their own has been written to.
+    let own = mixed(&mut oracle, KvTable::Own, Mask::Causal { window: None }, None, (&cache, 4));
+    near(&own, &[0.0; 4]);
+}
+
+#[test]
+fn alibi_fades_with_distance_and_t5_tells_sides_apart() {
+    let mut oracle = at(0, 3);
+    let mut cached = cache(&mut oracle, 2);
+    keep(&mut oracle, KvTable::Own, &mut cached, &[1.0, 10.0, 100.0]);
+    // A slope of ln 2 halves the weight with every position: entries for key - query from -2 to 2.
+    let slope = std::f32::consts::LN_2;
+    let table = buf(&[-2.0 * slope, -slope, 0.0, 99.0, 99.0]);
+    let alibi = DistanceBias { table, heads: 1, reach: 3 };
+    let causal = Mask::Causal { window: None };
+    let got = mixed(&mut oracle, KvTable::Own, causal, Some(&alibi), (&cached, 3));
+    near(&got, &[1.0, 10.5 / 1.5, 105.25 / 1.75]);
+    // Weights 8, 4, 1, 2, 16 for keys from two before to two behind.
+    let mut oracle = of(&[source(0, 3)]);
+    oracle.select(SpanStack::Encoder);
+    let mut cached = cache(&mut oracle, LIMITS.scratch_positions() / 32);
+    keep(&mut oracle, KvTable::Scratch, &mut cached, &[1.0, 10.0, 100.0]);
+    let table = buf(&[8f32, 4.0, 1.0, 2.0, 16.0].map(f32::ln));
+    let both_ways = DistanceBias { table, heads: 1, reach: 3 };
+    let got =
+        mixed(&mut oracle, KvTable::Scratch, Mask::Whole { window: None }, Some(&both_ways), (&cached, 3));
+    near(&got, &[(1.0 + 20.0 + 1600.0) / 19.0, (4.0 + 10.0 + 200.0) / 7.0, (8.0 + 40.0 + 100.0) / 13.0]);
+}

@@ -1,0 +1,256 @@
+//! Once prepared, no operation of the CPU device allocates, on any thread, from its first step on. A binary of its own,
+//! because the allocator is the process's, and without a harness, which has threads.
+//!
+//! Invariant: every operation of a step is in [`Everything::step`].
+
+use mainstem_kernels::conformance::noise;
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::{
+    Activation, AttentionShape, Backend, DistanceBias, Expert, HostBuf, KvLayer, KvLayout, KvTable, Mask,
+    MoeShape, Norm, NormKind, PageCopy, QuantType, Rope, RopeStretch, RopeStyle, SampleRow, Scoring,
+    SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    TableUpdate, Want, Weight,
+};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is handed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller's promise is the same.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is the same.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const LIMITS: StepLimits = StepLimits {
+    slots: 4,
+    rows: 64,
+    logit_rows: 4,
+    positions: 64,
+    source_positions: 32,
+    page_positions: 32,
+    top_logprobs: 3,
+    biases: 2,
+    vocab: 50,
+    hidden: WIDTH,
+};
+/// Of every row; so many heads of so many dimensions.
+const WIDTH: usize = 64;
+const HEADS: usize = 4;
+const DIM: usize = WIDTH / HEADS;
+const LAYOUT: KvLayout =
+    KvLayout { ty: QuantType::BF16, pages: 16, page_positions: 32, kv_heads: HEADS, k_dim: DIM, v_dim: DIM };
+const MIXTURE: MoeShape = MoeShape {
+    experts: 6,
+    top_k: 2,
+    scoring: Scoring::Softmax,
+    renormalise: true,
+    scale: 1.0,
+    width: WIDTH,
+    activation: Activation::Silu,
+};
+
+fn main() {
+    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
+    let (mut everything, batch) = (Everything::new(cpu), batch());
+    let mut out = StepOutput::with_capacity(&LIMITS);
+    let buffers = HostBuf::allocated();
+    for round in 0..20 {
+        out.clear();
+        let before = ALLOCATIONS.load(Ordering::SeqCst);
+        everything.step(&batch, &mut out);
+        let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
+        assert_eq!((made, HostBuf::allocated()), (0, buffers), "round {round}");
+        assert_eq!((out.rows.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
+    }
+    println!("test no_operation_allocates ... ok");
+}
+
+/// Two sources, a prompt that wants its hidden states, a token drawn and reported, a hole; with a move and a copy.
+fn batch() -> StepBatch {
+    let entry = |slot, table, index, page| TableUpdate { slot, table, index, page };
+    let own = (0..3).flat_map(|slot| [0, 1].map(|i| entry(slot, KvTable::Own, i, 1 + 2 * slot + i)));
+    let span = |stack, slot, start, len, table, want| Span {
+        model: SpanModel::Target,
+        stack,
+        slot,
+        start,
+        tokens: if len == 1 { SpanTokens::Last } else { SpanTokens::Given { at: 0, len } },
+        table,
+        reserved: 60,
+        source: if table == SpanTable::Sink { 0 } else { 9 },
+        want,
+    };
+    let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
+    let reported = SampleRow { logprob: true, top_logprobs: 3, bias_len: 2, ..SampleRow::GREEDY };
+    StepBatch {
+        moves: vec![SlotMove { from: 0, to: 3 }],
+        tables: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
+        copies: vec![PageCopy { from: 1, to: 15 }],
+        spans: vec![
+            span(encoder, 0, 0, 9, SpanTable::Scratch, Want::None),
+            span(encoder, 1, 0, 9, SpanTable::Scratch, Want::None),
+            span(decoder, 0, 20, 22, SpanTable::Own, Want::Hidden),
+            span(decoder, 1, 40, 1, SpanTable::Own, Want::Last),
+            span(decoder, 2, 0, 1, SpanTable::Sink, Want::Last),
+        ],
+        tokens: (0..22).collect(),
+        samples: vec![reported, SampleRow { temperature: 1.0, top_k: 5, ..SampleRow::GREEDY }],
+        biases: vec![(3, 1.0), (4, -1.0)],
+        ..StepBatch::default()
+    }
+}
+
+/// A device with what each operation needs.
+struct Everything {
+    cpu: CpuBackend,
+    /// (vocabulary or positions, width), for everything.
+    matrix: Weight<HostBuf>,
+    vector: HostBuf,
+    norm: Norm<HostBuf>,
+    rope: Rope<HostBuf>,
+    bias: DistanceBias<HostBuf>,
+    experts: Vec<Expert<HostBuf>>,
+    cache: KvLayer<HostBuf>,
+    scratch: KvLayer<HostBuf>,
+    x: HostBuf,
+    y: HostBuf,
+    angles: HostBuf,
+    logits: HostBuf,
+}
+
+impl Everything {
+    fn new(mut cpu: CpuBackend) -> Everything {
+        let [x, y, angles] = [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * WIDTH));
+        let table = floats(&mut cpu, HEADS * (2 * LIMITS.positions - 1));
+        let mut everything = Everything {
+            matrix: matrix(&mut cpu, LIMITS.positions, 1),
+            vector: floats(&mut cpu, WIDTH),
+            norm: norm(&mut cpu),
+            rope: rope(&mut cpu),
+            bias: DistanceBias { table, heads: HEADS, reach: LIMITS.positions },
+            experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
+            cache: cpu.alloc_kv(LAYOUT).expect("there is room"),
+            scratch: cpu
+                .alloc_kv(KvLayout { pages: LIMITS.scratch_positions() / 32, ..LAYOUT })
+                .expect("there is room"),
+            logits: floats(&mut cpu, LIMITS.rows * LIMITS.positions),
+            x,
+            y,
+            angles,
+            cpu,
+        };
+        everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("there is room");
+        everything.cpu.prepare(&LIMITS).expect("there is room");
+        everything
+    }
+
+    /// Every operation, over both stacks.
+    fn step(&mut self, batch: &StepBatch, out: &mut StepOutput) {
+        self.cpu.begin(batch);
+        self.cpu.copy_pages(&batch.copies, &mut self.cache);
+        for stack in [SpanStack::Encoder, SpanStack::Decoder] {
+            let rows = self.cpu.select(stack);
+            self.before_attention(rows);
+            self.attention(stack);
+            self.after_attention(rows);
+            for run in batch.hidden_rows(stack) {
+                self.cpu.hidden(run, WIDTH, &self.y, out);
+            }
+        }
+        self.cpu.gather(0..2, WIDTH, &self.x, &mut self.y);
+        self.cpu.sample(0..2, &self.logits, out);
+    }
+
+    fn before_attention(&mut self, rows: usize) {
+        let Everything { cpu, matrix, vector, norm, rope, x, y, angles, logits, .. } = self;
+        cpu.embed(matrix, x);
+        cpu.embed_positions(matrix, 2, x);
+        cpu.norm(rows, norm, x, y);
+        cpu.norm_in_place(rows, norm, y);
+        cpu.matmul(rows, matrix, Some(vector), y, logits);
+        cpu.angles(rope, angles);
+        cpu.rope(rope, angles, HEADS, DIM, y);
+    }
+
+    fn attention(&mut self, stack: SpanStack) {
+        let Everything { cpu, bias, cache, scratch, x, y, .. } = self;
+        let whole = Mask::Whole { window: Some(5) };
+        let causal = Mask::Causal { window: Some(20) };
+        let shape = |mask, table, bias| AttentionShape {
+            heads: HEADS,
+            scale: 0.25,
+            softcap: Some(4.0),
+            mask,
+            table,
+            bias,
+        };
+        match stack {
+            SpanStack::Encoder => {
+                cpu.store_kv(KvTable::Scratch, y, y, scratch);
+                cpu.attention(&shape(whole, KvTable::Scratch, Some(bias)), y, scratch, x);
+                cpu.store_kv(KvTable::Cross, y, y, cache);
+            }
+            SpanStack::Decoder => {
+                cpu.store_kv(KvTable::Own, y, y, cache);
+                cpu.attention(&shape(causal, KvTable::Own, Some(bias)), y, cache, x);
+                let whole = Mask::Whole { window: None };
+                cpu.attention(&shape(whole, KvTable::Cross, None), y, cache, x);
+            }
+        }
+    }
+
+    fn after_attention(&mut self, rows: usize) {
+        let Everything { cpu, experts, x, y, logits, .. } = self;
+        cpu.activate(rows, WIDTH, Activation::Gelu, x, Some(y));
+        cpu.activate(rows, WIDTH, Activation::Tanh, x, None);
+        cpu.moe(rows, &MIXTURE, logits, experts, x, y);
+        cpu.gate_rows(rows, WIDTH, logits, y);
+        cpu.reduce(rows, WIDTH, y);
+        cpu.add(rows, WIDTH, 0.5, x, y);
+        cpu.scale(rows, WIDTH, 2.0, x);
+        cpu.softcap(rows, WIDTH, 30.0, x);
+    }
+}
+
+fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {
+    let mut buf = cpu.alloc(n * size_of::<f32>()).expect("there is room");
+    cpu.upload(&mut buf, 0, &noise(1, n).iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    buf
+}
+
+fn matrix(cpu: &mut CpuBackend, out: usize, tag: u32) -> Weight<HostBuf> {
+    let mut codes = vec![0; QuantType::F16.bytes(out * WIDTH).expect("whole blocks")];
+    (QuantType::F16.row().quantize)(&noise(tag, out * WIDTH), &mut codes);
+    cpu.upload_weight(QuantType::F16, out, WIDTH, &codes).expect("there is room")
+}
+
+fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
+    let (weight, bias) = (Some(floats(cpu, WIDTH)), Some(floats(cpu, WIDTH)));
+    Norm { kind: NormKind::Layer, weight, bias, width: WIDTH, eps: 1e-5 }
+}
+
+/// Sequences here have more than the context of the stretch.
+fn rope(cpu: &mut CpuBackend) -> Rope<HostBuf> {
+    let tables = vec![(usize::MAX, floats(cpu, LIMITS.positions * DIM))];
+    let stretch = Some(RopeStretch { theta: 10_000.0, factor: 2.0, context: 30 });
+    Rope { tables, positions: LIMITS.positions, dims: DIM, style: RopeStyle::Interleaved, stretch }
+}
+
+fn expert(cpu: &mut CpuBackend, number: u32) -> Expert<HostBuf> {
+    let [gate, up, down] = [0, 1, 2].map(|part| matrix(cpu, WIDTH, 10 + 3 * number + part));
+    Expert { gate, up: Some(up), down }
+}

@@ -1,0 +1,133 @@
+//! The buffers between the operations of a layer.
+//!
+//! Invariant: made once, for the largest step and the widest layer of either stack.
+
+use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
+use mainstem_kernels::{Backend, DeviceError, StepLimits};
+
+/// The buffers, all F32, (rows, width).
+pub struct Activations<Buf> {
+    /// The residual stream, (rows, hidden).
+    pub x: Buf,
+    /// Its norm, and what a sub-layer gives back, (rows, hidden).
+    pub h: Buf,
+    pub y: Buf,
+    /// (rows, heads, k_dim)
+    pub q: Buf,
+    /// (rows, kv_heads, k_dim)
+    pub k: Buf,
+    /// (rows, kv_heads, v_dim)
+    pub v: Buf,
+    /// What attention gives, (rows, heads, v_dim).
+    pub a: Buf,
+    /// (rows, MLP width)
+    pub gate: Buf,
+    pub up: Buf,
+    /// Which experts are for whom, (rows, experts), and what the shared one gives, (rows, hidden).
+    pub router: Buf,
+    pub shared: Buf,
+    /// Cosines and sines of the step's positions, (rows, dims / 2, 2) for each kind of rotary positions of a stack.
+    pub angles: Vec<Buf>,
+    /// The wanted rows, (logit rows, hidden).
+    pub wanted: Buf,
+    pub wanted_h: Buf,
+    /// (logit rows, vocabulary)
+    pub logits: Buf,
+    /// Wanted rows whose logits have room at once.
+    pub logit_rows: usize,
+    pub hidden: usize,
+    pub vocab: usize,
+}
+
+impl<Buf> Activations<Buf> {
+    /// Buffers for every step within `limits`.
+    pub fn new<B: Backend<Buf = Buf>>(
+        backend: &mut B,
+        spec: &ModelSpec,
+        limits: &StepLimits,
+    ) -> Result<Activations<Buf>, DeviceError> {
+        let w = Widths::of(spec);
+        let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size_of::<f32>());
+        let angles = w.angles.iter().map(|width| alloc(limits.rows, *width)).collect::<Result<_, _>>()?;
+        Ok(Activations {
+            x: alloc(limits.rows, w.hidden)?,
+            h: alloc(limits.rows, w.hidden)?,
+            y: alloc(limits.rows, w.stream)?,
+            q: alloc(limits.rows, w.q)?,
+            k: alloc(limits.rows, w.k)?,
+            v: alloc(limits.rows, w.v)?,
+            a: alloc(limits.rows, w.a)?,
+            gate: alloc(limits.rows, w.mlp)?,
+            up: alloc(limits.rows, w.mlp)?,
+            router: alloc(limits.rows, w.router)?,
+            shared: alloc(limits.rows, w.shared)?,
+            angles,
+            wanted: alloc(limits.logit_rows, w.hidden)?,
+            wanted_h: alloc(limits.logit_rows, w.stream)?,
+            logits: alloc(limits.logit_rows, w.vocab)?,
+            logit_rows: limits.logit_rows,
+            hidden: w.hidden,
+            vocab: spec.vocab,
+        })
+    }
+}
+
+/// Bytes of all activations together.
+pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
+    let w = Widths::of(spec);
+    let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.a + 2 * w.mlp + w.router + w.shared;
+    let row = row + w.angles.iter().sum::<usize>();
+    let logit_row = w.hidden + w.stream + w.vocab;
+    (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
+}
+
+/// The widest of everything.
+struct Widths {
+    hidden: usize,
+    /// Of the residual stream or an embedding of another width.
+    stream: usize,
+    q: usize,
+    k: usize,
+    v: usize,
+    a: usize,
+    mlp: usize,
+    router: usize,
+    shared: usize,
+    angles: Vec<usize>,
+    /// 0 without a head.
+    vocab: usize,
+}
+
+impl Widths {
+    fn of(spec: &ModelSpec) -> Widths {
+        let layers = || spec.stacks().flat_map(|stack| &stack.layers);
+        let attentions = || {
+            layers()
+                .flat_map(|layer| [&layer.attention].into_iter().chain(layer.cross.as_ref().map(|c| &c.1)))
+        };
+        let widest = |width: fn(&AttentionSpec) -> usize| attentions().map(width).max().unwrap_or(0);
+        let moes = || {
+            layers().filter_map(|layer| match &layer.mlp {
+                MlpSpec::Experts(moe) => Some(moe),
+                MlpSpec::Dense(_) => None,
+            })
+        };
+        let embedding = spec.stacks().map(|stack| stack.embedding.table.shape[1]).max().unwrap_or(0);
+        let kinds = spec.stacks().map(|stack| stack.ropes.len()).max().unwrap_or(0);
+        let dims =
+            |kind: usize| spec.stacks().filter_map(move |stack| stack.ropes.get(kind)).map(|rope| rope.dims);
+        Widths {
+            hidden: spec.hidden,
+            stream: spec.hidden.max(embedding),
+            q: widest(AttentionSpec::q_width),
+            k: widest(AttentionSpec::k_width),
+            v: widest(AttentionSpec::v_width),
+            a: widest(AttentionSpec::out_width),
+            mlp: layers().map(|layer| layer.mlp.width()).max().unwrap_or(0),
+            router: moes().map(|moe| moe.experts.len()).max().unwrap_or(0),
+            shared: if moes().any(|moe| moe.shared.is_some()) { spec.hidden } else { 0 },
+            angles: (0..kinds).map(|kind| dims(kind).max().unwrap_or(0)).collect(),
+            vocab: if spec.has_head() { spec.vocab } else { 0 },
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Tables by position and by distance: sinusoids that are added to embeddings, biases that are added to scores.
+//!
+//! Invariant: a table is a function of the specification and of how far positions reach, in F32.
+
+use super::spec::tables::SinusoidLayout;
+
+/// The longest wavelength of sinusoids, in turns of 2π positions.
+const SINUSOID_BASE: f64 = 10_000.0;
+
+/// Rows `offset..offset + positions` of sines and cosines (Vaswani et al. 2017, section 3.5), `(positions, width)`.
+pub fn sinusoids(
+    layout: SinusoidLayout,
+    width: usize,
+    positions: usize,
+    offset: usize,
+    scale: f32,
+) -> Vec<f32> {
+    let half = width / 2;
+    let mut table = vec![0.0; positions * width];
+    for (position, row) in table.chunks_exact_mut(width).enumerate() {
+        for pair in 0..half {
+            // All sines before all cosines ends its frequencies at the base itself; in turns, one step before.
+            let (share, sine, cosine) = match layout {
+                SinusoidLayout::Halves => (pair as f64 / (half.max(2) - 1) as f64, pair, half + pair),
+                SinusoidLayout::Interleaved => (2.0 * pair as f64 / width as f64, 2 * pair, 2 * pair + 1),
+            };
+            let frequency = SINUSOID_BASE.powf(-share) as f32;
+            let angle = f64::from((position + offset) as f32 * frequency);
+            row[sine] = angle.sin() as f32 * scale;
+            row[cosine] = angle.cos() as f32 * scale;
+        }
+    }
+    table
+}
+
+/// Slopes of heads, the steepest first (Press et al. 2022, section 3). Where their number is no power of two, those of the
+/// next lower one, and then every second of the next higher one.
+pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+    let lower = 1 << heads.ilog2();
+    let slope = |of: usize, number: usize| (2f64.powf(-8.0 / of as f64 * (number + 1) as f64)) as f32;
+    let of_lower = (0..lower).map(|head| slope(lower, head));
+    of_lower.chain((0..heads - lower).map(|head| slope(2 * lower, 2 * head))).collect()
+}
+
+/// Biases that fall with distance, at each head's slope: `(heads, 2 * reach - 1)`, the entry for key k and query q at
+/// `k - q + reach - 1`.
+pub fn alibi(heads: usize, scale: f32, reach: usize) -> Vec<f32> {
+    let distances = || (0..2 * reach - 1).map(|at| at.abs_diff(reach - 1) as f32);
+    alibi_slopes(heads)
+        .into_iter()
+        .flat_map(|slope| distances().map(move |far| -slope * scale * far))
+        .collect()
+}
+
+/// Learned biases, from those of the buckets `(buckets, heads)`, as [`alibi`] arranges them.
+pub fn relative(
+    learned: &[f32],
+    heads: usize,
+    buckets: usize,
+    farthest: usize,
+    both_ways: bool,
+    reach: usize,
+) -> Vec<f32> {
+    let bucket_at = |at: usize| bucket(at as i64 - (reach as i64 - 1), buckets, farthest, both_ways);
+    let by_place: Vec<usize> = (0..2 * reach - 1).map(bucket_at).collect();
+    (0..heads).flat_map(|head| by_place.iter().map(move |bucket| learned[bucket * heads + head])).collect()
+}
+
+/// The bucket of a key's position less a query's: near ones have their own, farther ones share, ever more of them (Raffel
+/// et al. 2020, section 2.1). With `both_ways` keys behind the query have one half of the buckets and keys ahead the other.
+fn bucket(ahead: i64, buckets: usize, farthest: usize, both_ways: bool) -> usize {
+    let half = if both_ways { buckets / 2 } else { buckets };
+    let (base, far) = match both_ways {
+        true if ahead > 0 => (half, ahead),
+        true => (0, -ahead),
+        false => (0, (-ahead).max(0)),
+    };
+    let (far, exact) = (far as usize, half / 2);
+    if far < exact {
+        return base + far;
+    }
+    // In single precision, as the models' own code has it: borders between buckets depend on it.
+    let logs = (far as f32 / exact as f32).ln() / (farthest as f64 / exact as f64).ln() as f32;
+    base + (exact + (logs * (half - exact) as f32) as usize).min(half - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slopes_of_a_power_of_two_are_geometric_and_others_are_between() {
+        assert_eq!(alibi_slopes(8), [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]);
+        let six = alibi_slopes(6);
+        assert_eq!(&six[..4], [0.25, 0.0625, 0.015625, 0.00390625]);
+        assert_eq!(&six[4..], [0.5, 0.125]);
+        assert_eq!(alibi_slopes(1), [0.00390625]);
+    }
+
+    #[test]
+    fn biases_lie_by_distance() {
+        let table = alibi(2, 2.0, 3);
+        assert_eq!(table.len(), 2 * 5);
+        // Slope 1/16, twice.
+        assert_eq!(&table[..5], [-0.25, -0.125, 0.0, -0.125, -0.25]);
+        let learned: Vec<f32> = (0..8).flat_map(|bucket| [bucket as f32, 100.0 + bucket as f32]).collect();
+        let table = relative(&learned, 2, 8, 16, false, 4);
+        assert_eq!(&table[..7], [3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+        assert_eq!(&table[7..], [103.0, 102.0, 101.0, 100.0, 100.0, 100.0, 100.0]);
+        let table = relative(&learned, 2, 8, 16, true, 4);
+        assert_eq!(&table[..7], [2.0, 2.0, 1.0, 0.0, 5.0, 6.0, 6.0]);
+    }
+
+    /// The borders of T5's own 32 buckets up to distance 128, both ways: 16 each, 8 of them exact.
+    #[test]
+    fn far_buckets_grow_and_the_last_has_all_the_rest() {
+        let behind = |far: i64| bucket(-far, 32, 128, true);
+        let borders: Vec<i64> = (1..200).filter(|far| behind(*far) != behind(*far - 1)).collect();
+        assert_eq!(borders, [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]);
+        assert_eq!((behind(10_000), bucket(10_000, 32, 128, true)), (15, 31));
+        assert_eq!(bucket(5, 32, 128, false), 0);
+    }
+
+    #[test]
+    fn sinusoids_begin_at_the_offset_in_either_layout() {
+        let table = sinusoids(SinusoidLayout::Halves, 4, 2, 1, 1.0);
+        let expected = [1f64.sin(), 1e-4f64.sin(), 1f64.cos(), 1e-4f64.cos(), 2f64.sin(), 2e-4f64.sin()];
+        for (ours, expected) in table.iter().zip(expected) {
+            assert!((f64::from(*ours) - expected).abs() < 1e-7, "{table:?}");
+        }
+        let table = sinusoids(SinusoidLayout::Interleaved, 4, 1, 1, 2.0);
+        let expected = [1f64.sin(), 1f64.cos(), 1e-2f64.sin(), 1e-2f64.cos()];
+        for (ours, expected) in table.iter().zip(expected) {
+            assert!((f64::from(*ours) - 2.0 * expected).abs() < 1e-6, "{table:?}");
+        }
+    }
+}

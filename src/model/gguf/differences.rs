@@ -1,0 +1,76 @@
+//! One specification's values in place of another's, as TOML.
+//!
+//! Invariant: what is not said stays as it is.
+
+use toml::{Table, Value};
+
+/// What to do with a value that there is no place for.
+#[derive(Clone, Copy)]
+pub(super) enum Missing {
+    PassOver,
+    Add,
+}
+
+/// Puts the values of `over` in place of those of `table`. Lists of tables grow instead, whether there are any
+/// or not.
+pub(super) fn replace(table: &mut Table, over: &Table, missing: Missing) {
+    for (key, value) in over {
+        match (table.get_mut(key), value, missing) {
+            (Some(Value::Table(inner)), Value::Table(over), _) if !is_setting(over) => {
+                replace(inner, over, missing);
+            }
+            (Some(Value::Array(list)), Value::Array(more), _) if are_tables(more) => {
+                list.extend(more.iter().cloned());
+            }
+            (Some(place), ..) => *place = value.clone(),
+            (None, Value::Array(list), Missing::PassOver) if !are_tables(list) => {}
+            (None, Value::Array(_), _) | (None, _, Missing::Add) => {
+                _ = table.insert(key.clone(), value.clone())
+            }
+            (None, _, Missing::PassOver) => {}
+        }
+    }
+}
+
+/// Whether a table says where one value is found.
+fn is_setting(table: &Table) -> bool {
+    ["key", "formula"].iter().any(|key| table.contains_key(*key))
+}
+
+fn are_tables(list: &[Value]) -> bool {
+    list.first().is_some_and(Value::is_table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(text: &str) -> Table {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn differences_go_in_place_and_what_is_common_only_where_there_is_one() {
+        let mut spec = table("a = 1\n[b]\nc = { key = 'x', default = 2 }\nd = 3");
+        replace(&mut spec, &table("z = 9\nn = ['m']\n[b]\nc = 4\ne = 5\n[y]\nf = 6"), Missing::PassOver);
+        assert_eq!(spec, table("a = 1\n[b]\nc = 4\nd = 3"));
+        replace(&mut spec, &table("n = []\n[b]\ne = 5\n[y]\nf = 6"), Missing::Add);
+        assert_eq!(spec, table("a = 1\nn = []\n[b]\nc = 4\nd = 3\ne = 5\n[y]\nf = 6"));
+    }
+
+    /// A default of the one place is none of the other.
+    #[test]
+    fn where_a_value_is_found_is_replaced_as_a_whole() {
+        let mut spec = table("[b]\nc = { key = 'x', default = 2, cases = { y = 1 } }");
+        replace(&mut spec, &table("[b]\nc = { key = 'z' }"), Missing::PassOver);
+        assert_eq!(spec, table("[b]\nc = { key = 'z' }"));
+    }
+
+    #[test]
+    fn lists_of_tables_grow_and_other_lists_are_replaced() {
+        let mut spec = table("n = ['a']\n[[o]]\nx = 1");
+        let more = table("n = ['b']\n[[o]]\ny = 2\n[[p]]\nz = 3");
+        replace(&mut spec, &more, Missing::PassOver);
+        assert_eq!(spec, table("n = ['b']\n[[o]]\nx = 1\n[[o]]\ny = 2\n[[p]]\nz = 3"));
+    }
+}

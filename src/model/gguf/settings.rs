@@ -1,0 +1,210 @@
+//! Settings looked up in a GGUF file one by one, and made one configuration.
+//!
+//! Invariant: of every setting it is known what the file calls it, whether the file has it or not.
+
+use super::{ARCH, Source};
+use crate::formats::gguf::Value as Stored;
+use crate::formats::{Checkpoint, Gguf, HubConfig};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// Settings of rotary positions, and those among them that are of their scaling.
+const ROPE: &str = "rope_scaling";
+const ROPE_TYPE: &str = "rope_type";
+const ROPE_FACTOR: &str = "factor";
+const ROPE_CONTEXT: &str = "original_max_position_embeddings";
+const ROPE_LONG: &str = "long_factor";
+const ROPE_ATTENTION: &str = "attention_factor";
+
+/// The longest text that is a setting.
+const TEXT_BYTES_MAX: usize = 1 << 10;
+
+const NOT_FINITE: &str = "it is not finite";
+
+pub(super) struct Settings<'a> {
+    gguf: &'a Gguf,
+    checkpoint: &'a mut Checkpoint,
+    architecture: &'a str,
+    entries: Map<String, Value>,
+    /// What the file calls each.
+    names: BTreeMap<String, String>,
+}
+
+impl<'a> Settings<'a> {
+    pub(super) fn new(gguf: &'a Gguf, checkpoint: &'a mut Checkpoint, architecture: &'a str) -> Self {
+        let (entries, names) = Default::default();
+        Settings { gguf, checkpoint, architecture, entries, names }
+    }
+
+    /// Looks a setting up in its sources, the first before the others.
+    pub(super) fn find(&mut self, key: &str, sources: &[Source]) -> Result<()> {
+        for source in sources {
+            let (name, value) = self.look(source)?;
+            if let Some(value) = value {
+                self.put(key, value);
+                self.names.insert(key.to_owned(), name);
+                return Ok(());
+            }
+            self.names.entry(key.to_owned()).or_insert(name);
+        }
+        Ok(())
+    }
+
+    /// All that was found, as a configuration.
+    pub(super) fn finish(mut self) -> Result<HubConfig> {
+        self.settle_scaling()?;
+        Ok(HubConfig::from_entries(self.gguf.path(), self.entries).with_names(self.names))
+    }
+
+    /// What the file calls a source, and its value if the file has it.
+    fn look(&mut self, source: &Source) -> Result<(String, Option<Value>)> {
+        Ok(match source {
+            Source::Key(name) => {
+                let name = self.named(name);
+                let value = plain(self.gguf, &name)?;
+                (name, value)
+            }
+            Source::Count(name) => {
+                let name = self.named(name);
+                let value = count(self.gguf, &name);
+                (name, value)
+            }
+            Source::Ids(names) => self.ids(names)?,
+            Source::Has(tensors) => self.has(tensors, true),
+            Source::Lacks(tensors) => self.has(tensors, false),
+            Source::Numbers(tensor) => (tensor.clone(), self.numbers(tensor)?),
+        })
+    }
+
+    fn named(&self, pattern: &str) -> String {
+        pattern.replace(ARCH, self.architecture)
+    }
+
+    /// `found` if there is one of the tensors, with that one's name, else the opposite.
+    fn has(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
+        match tensors.iter().find(|tensor| self.checkpoint.tensor(tensor).is_some()) {
+            Some(one) => (one.clone(), Some(found.into())),
+            None => (tensors.join(", "), Some((!found).into())),
+        }
+    }
+
+    fn ids(&self, names: &[String]) -> Result<(String, Option<Value>)> {
+        let (mut ids, mut said_by) = (Vec::new(), Vec::new());
+        for name in names.iter().map(|name| self.named(name)) {
+            if let Some(id) = self.gguf.opt_u32(&name)? {
+                said_by.push(name);
+                if !ids.contains(&id) {
+                    ids.push(id);
+                }
+            }
+        }
+        let name = if said_by.is_empty() { self.named(&names.join(", ")) } else { said_by.join(", ") };
+        Ok((name, (!ids.is_empty()).then(|| ids.into())))
+    }
+
+    /// The numbers of a vector, which is no weight any more.
+    fn numbers(&mut self, name: &str) -> Result<Option<Value>> {
+        const MOST: usize = 1 << 16;
+        let Some(tensor) = self.checkpoint.tensor(name) else { return Ok(None) };
+        let file = || format!("{}: tensor '{name}'", tensor.file.display());
+        let (ty, count) = (tensor.quant_type()?, tensor.shape.iter().product());
+        ensure!(
+            tensor.shape.len() == 1 && count <= MOST,
+            "{}: {:?} is no short vector",
+            file(),
+            tensor.shape
+        );
+        let mut numbers = vec![0.0; count];
+        (ty.row().dequantize)(&tensor.bytes(), &mut numbers);
+        let numbers = numbers.into_iter().map(number).collect::<Option<Vec<_>>>();
+        let numbers = numbers.with_context(|| format!("{}: it has numbers that are not finite", file()))?;
+        self.checkpoint.forget(name);
+        Ok(Some(numbers.into()))
+    }
+
+    /// Sets a key, nested ones with a dot.
+    fn put(&mut self, key: &str, value: Value) {
+        match key.split_once('.') {
+            None => _ = self.entries.insert(key.to_owned(), value),
+            Some((section, key)) => _ = self.section(section).insert(key.to_owned(), value),
+        }
+    }
+
+    fn section(&mut self, name: &str) -> &mut Map<String, Value> {
+        let section = self.entries.entry(name).or_insert_with(|| Value::Object(Map::new()));
+        section.as_object_mut().expect("the table has no value of the same name; anything else is a bug")
+    }
+
+    /// A type for scaling that has none; no scaling leaves nothing.
+    fn settle_scaling(&mut self) -> Result<()> {
+        let Some(Value::Object(rope)) = self.entries.get_mut(ROPE) else { return Ok(()) };
+        let said = rope.get(ROPE_TYPE).and_then(Value::as_str);
+        let given_away = match said {
+            None => [(ROPE_LONG, "longrope"), (ROPE_FACTOR, "linear")].as_slice(),
+            Some("none") => &[(ROPE_LONG, "longrope")],
+            Some(_) => &[],
+        };
+        if let Some((key, kind)) = given_away.iter().find(|(key, _)| rope.contains_key(*key)) {
+            rope.insert(ROPE_TYPE.to_owned(), (*kind).into());
+            let name = self.names.get(&format!("{ROPE}.{key}")).cloned().unwrap_or_default();
+            self.names.insert(format!("{ROPE}.{ROPE_TYPE}"), name);
+        }
+        let number = |key: &str| rope.get(key).and_then(Value::as_f64).filter(|x| ![0.0, 1.0].contains(x));
+        let kind = rope.get(ROPE_TYPE).and_then(Value::as_str).unwrap_or("none");
+        if let Some(factor) = number(ROPE_ATTENTION).filter(|_| kind != "longrope") {
+            let name = self.names.get(&format!("{ROPE}.{ROPE_ATTENTION}")).map_or("", String::as_str);
+            return Err(self.gguf.wrong(name, format_args!("{factor} is not served without longrope")));
+        }
+        if kind == "none" || kind == "linear" && number(ROPE_FACTOR).is_none() {
+            [ROPE_TYPE, ROPE_FACTOR, ROPE_CONTEXT].iter().for_each(|key| _ = rope.remove(*key));
+        }
+        if rope.is_empty() {
+            self.entries.remove(ROPE);
+        }
+        Ok(())
+    }
+}
+
+/// A single value of the metadata.
+pub(super) fn plain(gguf: &Gguf, key: &str) -> Result<Option<Value>> {
+    Ok(Some(match gguf.value(key) {
+        None => return Ok(None),
+        Some(Stored::Unsigned(whole)) => (*whole).into(),
+        Some(Stored::Signed(whole)) => (*whole).into(),
+        Some(Stored::Bool(flag)) => (*flag).into(),
+        Some(Stored::String(bytes)) if bytes.len() > TEXT_BYTES_MAX => {
+            return Err(gguf.wrong(key, format_args!("a text of {} bytes is no setting", bytes.len())));
+        }
+        Some(Stored::String(_)) => gguf.str(key)?.into(),
+        Some(Stored::F32(single)) => number(*single).ok_or_else(|| gguf.wrong(key, NOT_FINITE))?,
+        Some(Stored::F64(double)) if double.is_finite() => (*double).into(),
+        Some(Stored::F64(_)) => return Err(gguf.wrong(key, NOT_FINITE)),
+        Some(Stored::Array(array)) => {
+            let reason = format!("it has {} values, and one for all layers is needed", array.len);
+            return Err(gguf.wrong(key, reason));
+        }
+    }))
+}
+
+/// Whether two values are the same, numbers by what they are worth.
+pub(super) fn is_same(a: &Value, b: &Value) -> bool {
+    match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => a == b,
+    }
+}
+
+/// The length of an array of the metadata.
+fn count(gguf: &Gguf, key: &str) -> Option<Value> {
+    match gguf.value(key) {
+        Some(Stored::Array(array)) => Some(array.len.into()),
+        _ => None,
+    }
+}
+
+/// A number with the few digits that name it in single precision, not the many of its double.
+fn number(single: f32) -> Option<Value> {
+    let double = single.to_string().parse::<f64>().ok().filter(|number| number.is_finite());
+    double.map(Value::from)
+}

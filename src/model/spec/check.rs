@@ -1,0 +1,81 @@
+//! What no specification can be.
+//!
+//! Invariant: after [`check`], products of two sizes cannot overflow, and what the kernels assert of a model holds.
+
+use super::{AddedSpec, DistanceSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, StackSpec};
+use anyhow::{Context, Result, ensure};
+
+/// No real model comes near.
+const LARGEST: usize = 1 << 24;
+
+/// Sizes, each with its name: above 0, and not out of all measure.
+pub fn sizes(all: &[(&str, usize)]) -> Result<()> {
+    for (name, value) in all {
+        ensure!(*value > 0, "the {name} is 0");
+        ensure!(*value <= LARGEST, "the {name} is {value}, more than {LARGEST}");
+    }
+    Ok(())
+}
+
+/// Checks what cannot be seen where a value is found.
+pub fn check(spec: &ModelSpec) -> Result<()> {
+    sizes(&[("vocabulary size", spec.vocab), ("hidden size", spec.hidden)])?;
+    for stack in spec.stacks() {
+        check_stack(stack)?;
+    }
+    // One cache serves all layers of an encoder.
+    if let Some(encoder) = &spec.encoder {
+        let cached =
+            |layer: &LayerSpec| (layer.attention.kv_heads, layer.attention.k_dim, layer.attention.v_dim);
+        let first = encoder.layers.first().map(cached);
+        ensure!(
+            encoder.layers.iter().all(|layer| Some(cached(layer)) == first),
+            "layers of an encoder cannot differ in their KV heads"
+        );
+    }
+    Ok(())
+}
+
+fn check_stack(stack: &StackSpec) -> Result<()> {
+    sizes(&[("context", stack.context), ("width of the embedding", stack.embedding.table.shape[1])])?;
+    finite("embedding.scale", stack.embedding.scale)?;
+    stack.norm.iter().chain(&stack.embedding.norm).try_for_each(check_norm)?;
+    for (index, layer) in stack.layers.iter().enumerate() {
+        let check = || -> Result<()> {
+            let own = [&layer.attention_norms, &layer.mlp_norms].into_iter();
+            let norms = own.chain(layer.cross.as_ref().map(|(norms, _)| norms));
+            let norms = norms.flat_map(|norms| norms.pre.iter().chain(&norms.out).chain(&norms.post));
+            let qk = layer.attention.qk_norms.iter().flat_map(|(q, k)| [q, k]);
+            norms.chain(qk).try_for_each(check_norm)?;
+            if let MlpSpec::Experts(moe) = &layer.mlp {
+                finite("moe.scale", moe.scale)?;
+            }
+            finite("residual.scale", layer.residual_scale)?;
+            finite("attention.softcap", layer.attention.softcap.unwrap_or(0.0))?;
+            finite("attention.scale", layer.attention.scale)?;
+            finite("cross.scale", layer.cross.as_ref().map_or(0.0, |(_, cross)| cross.scale))
+        };
+        check().with_context(|| format!("layer {index}"))?;
+    }
+    match (&stack.added, &stack.distance) {
+        (Some(AddedSpec::Sinusoidal { scale, .. }), _) | (_, Some(DistanceSpec::Alibi { scale, .. })) => {
+            finite("position.scale", *scale)?;
+        }
+        _ => {}
+    }
+    if let Some(head) = &stack.head {
+        finite("head.scale", head.scale)?;
+        finite("head.softcap", head.softcap.unwrap_or(0.0))?;
+    }
+    Ok(())
+}
+
+fn check_norm(norm: &NormSpec) -> Result<()> {
+    ensure!(norm.eps > 0.0 && norm.eps < 1.0, "a norm epsilon of {} is none", norm.eps);
+    finite("norm.offset", norm.offset)
+}
+
+fn finite(key: &str, number: f32) -> Result<()> {
+    ensure!(number.is_finite(), "'{key}' is {number}");
+    Ok(())
+}

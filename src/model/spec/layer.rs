@@ -1,0 +1,339 @@
+//! One layer of a specification: attention, feed-forward network, and the norms around them.
+//!
+//! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
+
+use super::positions::{Positions, positive};
+use super::resolve::Fill;
+use super::setting::OneOrMore;
+use super::tables::{
+    ActivationName, MaskName, MlpKind, NormName, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring,
+};
+use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, Part};
+use anyhow::{Result, bail, ensure};
+use mainstem_kernels::{Activation, Mask, NormKind, Scoring};
+
+/// Experts that any layer has at most: before a list is made of each.
+const EXPERTS_MAX: usize = 1 << 12;
+
+type Names = Option<OneOrMore<String>>;
+
+/// Fills in the layer that `fill` is at.
+pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerSpec> {
+    let (residual, names) = (&fill.tables.residual, &fill.tables.tensors);
+    let wiring = fill.look.or_neutral("residual.wiring", &residual.wiring, Wiring::Sequential)?;
+    let residual_scale = fill.look.or_neutral("residual.scale", &residual.scale, 1.0)? as f32;
+    let parallel = wiring != Wiring::Sequential;
+    ensure!(!(parallel && fill.has_source), "a layer with cross-attention cannot be wired in parallel");
+    let attention_norms = match fill.look.or_neutral("attention.norm", &fill.tables.attention.norm, true)? {
+        true => norms(
+            fill,
+            ("attention_norm", &names.attention_norm),
+            ("attention_out_norm", &names.attention_out_norm),
+        )?,
+        false => Norms::default(),
+    };
+    let attention = attention(fill, positions)?;
+    let cross = match fill.has_source {
+        true => Some((
+            norms(fill, ("cross_norm", &names.cross_norm), ("cross_out_norm", &names.cross_out_norm))?,
+            cross(fill, &attention)?,
+        )),
+        false => None,
+    };
+    // In parallel with a shared input, the norm before attention is the MLP's too.
+    let has_mlp_norms = fill.look.or_neutral("mlp.norm", &fill.tables.mlp.norm, true)?;
+    let mlp_norms = match wiring {
+        Wiring::Parallel => Norms::default(),
+        _ if !has_mlp_norms => Norms::default(),
+        _ => norms(fill, ("mlp_norm", &names.mlp_norm), ("mlp_out_norm", &names.mlp_out_norm))?,
+    };
+    ensure!(
+        !parallel || attention_norms.pre.is_some() && attention_norms.post.is_none(),
+        "layers that are wired in parallel have a norm before attention, and none behind residuals"
+    );
+    ensure!(
+        wiring != Wiring::ParallelTwoNorms || mlp_norms.pre.is_some(),
+        "layers that are wired in parallel with two norms have one before the MLP"
+    );
+    let mlp = mlp(fill)?;
+    Ok(LayerSpec { wiring, residual_scale, attention_norms, attention, cross, mlp_norms, mlp })
+}
+
+fn norms(fill: &mut Fill, main: (&'static str, &Names), out: (&'static str, &Names)) -> Result<Norms> {
+    let hidden = fill.hidden;
+    let placement = fill.placement()?;
+    let mut norm = |(role, names): (&'static str, &Names)| fill.norm(role, names, hidden).map(Some);
+    Ok(match placement {
+        Placement::Pre => Norms { pre: norm(main)?, ..Norms::default() },
+        Placement::Post => Norms { post: norm(main)?, ..Norms::default() },
+        Placement::Sandwich => Norms { pre: norm(main)?, out: norm(out)?, post: None },
+        Placement::None => Norms::default(),
+    })
+}
+
+fn attention(fill: &mut Fill, positions: &mut Positions) -> Result<AttentionSpec> {
+    let (table, names, hidden) = (&fill.tables.attention, &fill.tables.tensors, fill.hidden);
+    let look = &mut *fill.look;
+    let heads = look.needed("attention.heads", &table.heads)?;
+    ensure!(heads > 0, "the number of heads is 0");
+    let kv_heads = look.or("attention.kv_heads", &table.kv_heads, "attention.heads", heads)?;
+    ensure!(
+        kv_heads > 0 && heads.is_multiple_of(kv_heads),
+        "{heads} heads cannot share {kv_heads} KV heads evenly"
+    );
+    let by_width = hidden / heads;
+    let k_dim = look.or("attention.head_dim", &table.head_dim, "size.hidden / attention.heads", by_width)?;
+    let v_dim = look.or_neutral("attention.value_dim", &table.value_dim, k_dim)?;
+    super::check::sizes(&[
+        ("number of heads", heads),
+        ("head dimension", k_dim),
+        ("value dimension", v_dim),
+        ("width of all heads", heads.saturating_mul(k_dim.max(v_dim))),
+    ])?;
+    let bias = look.or_neutral("attention.bias", &table.bias, false)?;
+    let qkv_bias = look.or_neutral("attention.qkv_bias", &table.qkv_bias, bias)?;
+    let out_bias = look.or_neutral("attention.out_bias", &table.out_bias, bias)?;
+    let layout = look.or_neutral("attention.qkv", &table.qkv, QkvLayout::Separate)?;
+    let qk_norm = look.or_neutral("attention.qk_norm", &table.qk_norm, QkNorm::None)?;
+    let scale = look.or_neutral("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
+    let softcap = positive(look.or_neutral("attention.softcap", &table.softcap, 0.0)? as f32);
+    let mask = mask(fill)?;
+    let [q, k, v] = match layout {
+        QkvLayout::Separate => {
+            let roles = [("q", "q bias"), ("k", "k bias"), ("v", "v bias")];
+            let widths = [heads * k_dim, kv_heads * k_dim, kv_heads * v_dim];
+            separate(fill, roles, [&names.q, &names.k, &names.v], widths, qkv_bias)?
+        }
+        _ => fused(fill, layout, (heads, kv_heads, k_dim, v_dim), qkv_bias)?,
+    };
+    let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
+    let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
+    let (rope, by_distance) = positions.of_layer(fill, (heads, k_dim))?;
+    Ok(AttentionSpec {
+        heads,
+        kv_heads,
+        k_dim,
+        v_dim,
+        scale,
+        softcap,
+        mask,
+        rope,
+        by_distance,
+        q,
+        k,
+        v,
+        o,
+        qk_norms,
+    })
+}
+
+fn mask(fill: &mut Fill) -> Result<Mask> {
+    let table = &fill.tables.attention;
+    let usual = match fill.stack {
+        StackName::Encoder => MaskName::Bidirectional,
+        StackName::Decoder => MaskName::Causal,
+    };
+    let mask = fill.look.or_neutral("attention.mask", &table.mask, usual)?;
+    let window = fill.look.or_neutral("attention.window", &table.window, 0)?;
+    let window = (window > 0).then_some(window);
+    Ok(match mask {
+        MaskName::Causal => Mask::Causal { window },
+        MaskName::Bidirectional if fill.stack == StackName::Decoder => {
+            bail!("a decoder cannot be bidirectional: what it will see is not there yet")
+        }
+        MaskName::Bidirectional => Mask::Whole { window },
+    })
+}
+
+fn separate(
+    fill: &mut Fill,
+    roles: [(&'static str, &'static str); 3],
+    names: [&Names; 3],
+    widths: [usize; 3],
+    biased: bool,
+) -> Result<[LinearSpec; 3]> {
+    let hidden = fill.hidden;
+    let mut linear = |at: usize| {
+        let (role, bias_role) = roles[at];
+        fill.linear(role, biased.then_some(bias_role), names[at], widths[at], hidden)
+    };
+    Ok([linear(0)?, linear(1)?, linear(2)?])
+}
+
+/// Queries, keys and values as rows of one tensor.
+fn fused(
+    fill: &mut Fill,
+    layout: QkvLayout,
+    (heads, kv_heads, k_dim, v_dim): (usize, usize, usize, usize),
+    biased: bool,
+) -> Result<[LinearSpec; 3]> {
+    let (names, hidden) = (&fill.tables.tensors.qkv, fill.hidden);
+    let groups = if layout == QkvLayout::Blocks { 1 } else { kv_heads };
+    let counts = [heads * k_dim / groups, kv_heads * k_dim / groups, kv_heads * v_dim / groups];
+    let stride = counts.iter().sum::<usize>();
+    let mut linear = |at: usize, role, bias_role: &'static str| {
+        let (first, count) = (counts[..at].iter().sum(), counts[at]);
+        let part = (groups * stride, Part::Rows { groups, stride, first, count });
+        fill.linear_part(role, biased.then_some(bias_role), names, (groups * count, hidden), part, None)
+    };
+    Ok([linear(0, "qkv", "qkv bias")?, linear(1, "qkv", "qkv bias")?, linear(2, "qkv", "qkv bias")?])
+}
+
+fn qk_norms(
+    fill: &mut Fill,
+    which: QkNorm,
+    (heads, kv_heads, k_dim): (usize, usize, usize),
+) -> Result<Option<(NormSpec, NormSpec)>> {
+    let (q_width, k_width) = match which {
+        QkNorm::None => return Ok(None),
+        QkNorm::PerHead => (k_dim, k_dim),
+        QkNorm::Whole => (heads * k_dim, kv_heads * k_dim),
+    };
+    let names = &fill.tables.tensors;
+    let usual = fill.look.needed("norm.kind", &fill.tables.norm.kind)?;
+    let kind = fill.look.or_neutral("attention.qk_norm_kind", &fill.tables.attention.qk_norm_kind, usual)?;
+    let kind = norm_kind(kind);
+    let mut q = fill.norm_of(kind, "q_norm", &names.q_norm, q_width)?;
+    let mut k = fill.norm_of(kind, "k_norm", &names.k_norm, k_width)?;
+    let eps = &fill.tables.attention.qk_norm_eps;
+    let eps = fill.look.or_neutral("attention.qk_norm_eps", eps, f64::from(q.eps))? as f32;
+    (q.eps, k.eps) = (eps, eps);
+    Ok(Some((q, k)))
+}
+
+/// Cross-attention: sizes of self-attention, no positions.
+fn cross(fill: &mut Fill, own: &AttentionSpec) -> Result<AttentionSpec> {
+    let (table, names) = (&fill.tables.cross, &fill.tables.tensors);
+    let usual = fill.look.or_neutral("attention.bias", &fill.tables.attention.bias, false)?;
+    let biased = fill.look.or_neutral("cross.bias", &table.bias, usual)?;
+    let scale = fill.look.or_neutral("cross.scale", &table.scale, own.scale.into())? as f32;
+    let roles = [("cross_q", "cross_q bias"), ("cross_k", "cross_k bias"), ("cross_v", "cross_v bias")];
+    let widths = [own.q_width(), own.k_width(), own.v_width()];
+    let [q, k, v] = separate(fill, roles, [&names.cross_q, &names.cross_k, &names.cross_v], widths, biased)?;
+    let o = fill.linear(
+        "cross_o",
+        biased.then_some("cross_o bias"),
+        &names.cross_o,
+        fill.hidden,
+        own.out_width(),
+    )?;
+    let mask = Mask::Whole { window: None };
+    Ok(AttentionSpec {
+        scale,
+        softcap: None,
+        mask,
+        rope: None,
+        by_distance: false,
+        q,
+        k,
+        v,
+        o,
+        qk_norms: None,
+        ..*own
+    })
+}
+
+fn mlp(fill: &mut Fill) -> Result<MlpSpec> {
+    let table = &fill.tables.mlp;
+    let kind = fill.look.needed("mlp.kind", &table.kind)?;
+    if kind == MlpKind::Experts {
+        return Ok(MlpSpec::Experts(Box::new(moe(fill)?)));
+    }
+    let (names, hidden) = (&fill.tables.tensors, fill.hidden);
+    let width = fill.look.needed("mlp.width", &table.width)?;
+    super::check::sizes(&[("MLP width", width)])?;
+    let activation = activation(fill)?;
+    let biased = fill.look.or_neutral("mlp.bias", &table.bias, false)?;
+    let fused = fill.look.or_neutral("mlp.fused", &table.fused, false)?;
+    let bias = |role: &'static str| biased.then_some(role);
+    let (gate, up) = match (kind, fused) {
+        (MlpKind::Plain, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
+        (_, false) => (
+            fill.linear("gate", bias("gate bias"), &names.gate, width, hidden)?,
+            Some(fill.linear("up", bias("up bias"), &names.up, width, hidden)?),
+        ),
+        (_, true) => {
+            let mut half = |first| {
+                let part = Part::Rows { groups: 1, stride: 2 * width, first, count: width };
+                let rows = (2 * width, part);
+                fill.linear_part("gate_up", bias("gate_up bias"), &names.gate_up, (width, hidden), rows, None)
+            };
+            (half(0)?, Some(half(width)?))
+        }
+    };
+    let down = fill.linear("down", bias("down bias"), &names.down, hidden, width)?;
+    Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, gate, up, down })))
+}
+
+fn moe(fill: &mut Fill) -> Result<MoeSpec> {
+    let (table, names, hidden) = (&fill.tables.moe, &fill.tables.tensors, fill.hidden);
+    let look = &mut *fill.look;
+    let experts = look.needed("moe.experts", &table.experts)?;
+    let top_k = look.needed("moe.top_k", &table.top_k)?;
+    let width = look.needed("moe.width", &table.width)?;
+    super::check::sizes(&[("number of experts", experts), ("width of an expert", width)])?;
+    ensure!(experts <= EXPERTS_MAX, "{experts} experts are more than {EXPERTS_MAX}");
+    ensure!((1..=experts).contains(&top_k), "each token goes through {top_k} of {experts} experts");
+    let scoring = match look.or_neutral("moe.scoring", &table.scoring, ScoringName::Softmax)? {
+        ScoringName::Softmax => Scoring::Softmax,
+        ScoringName::Sigmoid => Scoring::Sigmoid,
+    };
+    let renormalise = look.or_neutral("moe.renormalise", &table.renormalise, false)?;
+    let scale = look.or_neutral("moe.scale", &table.scale, 1.0)? as f32;
+    let gated = look.or_neutral("moe.gated", &table.gated, true)?;
+    let shared_width = look.or_neutral("moe.shared_width", &table.shared_width, 0)?;
+    let has_shared_router = look.or_neutral("moe.shared_router", &table.shared_router, false)?;
+    let activation = activation(fill)?;
+    let mut expert = |index: Option<usize>, width: usize, names: [&Names; 3], roles: [&'static str; 3]| {
+        let mut linear = |at: usize, out: usize, inp: usize| {
+            fill.linear_part(roles[at], None, names[at], (out, inp), (out, Part::Whole), index)
+        };
+        let down = linear(2, hidden, width)?;
+        let (gate, up) = match gated {
+            true => (linear(0, width, hidden)?, Some(linear(1, width, hidden)?)),
+            false => (linear(1, width, hidden)?, None),
+        };
+        anyhow::Ok(DenseSpec { width, activation, gate, up, down })
+    };
+    let all = [&names.expert_gate, &names.expert_up, &names.expert_down];
+    let roles = ["expert_gate", "expert_up", "expert_down"];
+    let specs = (0..experts).map(|index| expert(Some(index), width, all, roles)).collect::<Result<_>>()?;
+    let shared = match shared_width {
+        0 => None,
+        width => {
+            let all = [&names.shared_gate, &names.shared_up, &names.shared_down];
+            Some(expert(None, width, all, ["shared_gate", "shared_up", "shared_down"])?)
+        }
+    };
+    let shared_router = match has_shared_router {
+        true => Some(fill.linear("shared_router", None, &names.shared_router, 1, hidden)?),
+        false => None,
+    };
+    let router = fill.linear("router", None, &names.router, experts, hidden)?;
+    Ok(MoeSpec { top_k, scoring, renormalise, scale, router, experts: specs, shared, shared_router })
+}
+
+/// The activation of the layer's MLP.
+pub(super) fn activation(fill: &mut Fill) -> Result<Activation> {
+    Ok(activation_of(fill.look.needed("mlp.activation", &fill.tables.mlp.activation)?))
+}
+
+/// The activation of that name.
+pub(super) fn activation_of(name: ActivationName) -> Activation {
+    match name {
+        ActivationName::Relu => Activation::Relu,
+        ActivationName::SquaredRelu => Activation::SquaredRelu,
+        ActivationName::Gelu => Activation::Gelu,
+        ActivationName::GeluTanh => Activation::GeluTanh,
+        ActivationName::QuickGelu => Activation::QuickGelu,
+        ActivationName::Silu => Activation::Silu,
+        ActivationName::Tanh => Activation::Tanh,
+    }
+}
+
+pub(super) fn norm_kind(name: NormName) -> NormKind {
+    match name {
+        NormName::Rms => NormKind::Rms,
+        NormName::Layer => NormKind::Layer,
+    }
+}

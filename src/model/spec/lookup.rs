@@ -1,0 +1,217 @@
+//! Settings as they are looked up, each with who said it.
+//!
+//! Invariant: every value that is looked up is recorded, once for all layers that have it.
+
+use super::formula;
+use super::setting::{OneOrMore, Setting, Sought, Value};
+use crate::formats::HubConfig;
+use crate::model::provenance::{Origin, Sourced};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value as Json;
+use std::collections::BTreeMap;
+
+/// What is known of a model where its specification is filled in.
+pub struct Lookups<'a> {
+    pub config: &'a HubConfig,
+    /// Whether there is a tensor of that name.
+    pub has: &'a dyn Fn(&str) -> bool,
+    /// Stands before keys: nothing, `encoder.` or `decoder.`.
+    pub stack: &'static str,
+    /// The layer that is being filled in; none for what stands around layers.
+    pub layer: Option<usize>,
+    values: Vec<Sourced>,
+    /// Where each key's entries are among the values.
+    places: BTreeMap<String, Vec<usize>>,
+    /// Numbers that formulas can name, by their keys, and the layer that has them.
+    numbers: BTreeMap<&'static str, (f64, Option<usize>)>,
+}
+
+impl<'a> Lookups<'a> {
+    pub fn new(config: &'a HubConfig, has: &'a dyn Fn(&str) -> bool) -> Lookups<'a> {
+        let (values, places, numbers) = Default::default();
+        Lookups { config, has, stack: "", layer: None, values, places, numbers }
+    }
+
+    /// All that was recorded.
+    pub fn into_values(self) -> Vec<Sourced> {
+        self.values
+    }
+
+    /// The setting's value, which must be said.
+    pub fn needed<T: Value>(&mut self, key: &'static str, setting: &Option<Setting<T>>) -> Result<T> {
+        let setting =
+            setting.as_ref().with_context(|| format!("the specification says nothing for '{key}'"))?;
+        let (value, origin) = self.find(key, setting)?.with_context(|| self.missing(key, setting))?;
+        Ok(self.record(key, value, origin))
+    }
+
+    /// The setting's value; without one, what `rule` gives.
+    pub fn or<T: Value>(
+        &mut self,
+        key: &'static str,
+        setting: &Option<Setting<T>>,
+        rule: &'static str,
+        derived: T,
+    ) -> Result<T> {
+        let found = setting.as_ref().map(|setting| self.find(key, setting)).transpose()?.flatten();
+        let (value, origin) = found.unwrap_or((derived, Origin::Derived(rule)));
+        Ok(self.record(key, value, origin))
+    }
+
+    /// The setting's value; without one, `neutral`, which is not worth a record.
+    pub fn or_neutral<T: Value>(
+        &mut self,
+        key: &'static str,
+        setting: &Option<Setting<T>>,
+        neutral: T,
+    ) -> Result<T> {
+        let found = setting.as_ref().map(|setting| self.find(key, setting)).transpose()?.flatten();
+        Ok(match found {
+            Some((value, origin)) => self.record(key, value, origin),
+            None => neutral,
+        })
+    }
+
+    /// The first of several keys of config.json that is there, with its value.
+    pub fn first<'k>(&self, keys: &'k OneOrMore<String>) -> Option<(&'k String, &'a Json)> {
+        keys.as_slice().iter().find_map(|key| Some((key, self.config.at(key)?)))
+    }
+
+    /// Records a value with who said it.
+    pub fn record<T: Value>(&mut self, key: &'static str, value: T, origin: Origin) -> T {
+        let json = serde_json::to_value(&value).unwrap_or(Json::Null);
+        if let Some(number) = json.as_f64() {
+            self.numbers.insert(key, (number, self.layer));
+        }
+        self.record_json(key, json, origin);
+        value
+    }
+
+    pub fn record_json(&mut self, key: &'static str, value: Json, origin: Origin) {
+        let key = format!("{}{key}", self.stack);
+        let places = self.places.entry(key.clone()).or_default();
+        let known = places.iter().copied().find(|place| {
+            let said = &self.values[*place];
+            said.value == value && said.origin == origin
+        });
+        let place = known.unwrap_or(self.values.len());
+        if known.is_none() {
+            places.push(place);
+            self.values.push(Sourced { key, layers: Vec::new(), value, origin });
+        }
+        let layers = &mut self.values[place].layers;
+        if let Some(layer) = self.layer.filter(|layer| layers.last() != Some(layer)) {
+            layers.push(layer);
+        }
+    }
+
+    /// The value, with who said it, if it is to be found.
+    fn find<T: Value>(&self, key: &str, setting: &Setting<T>) -> Result<Option<(T, Origin)>> {
+        match setting {
+            Setting::Fixed(value) => Ok(Some((value.clone(), Origin::Specification))),
+            Setting::Sought(sought) => self.seek(key, sought),
+        }
+    }
+
+    fn seek<T: Value>(&self, key: &str, sought: &Sought<T>) -> Result<Option<(T, Origin)>> {
+        if let Some((name, value)) = sought.key.as_ref().and_then(|keys| self.first(keys)) {
+            return Ok(Some((self.read(name, value, sought)?, Origin::Config(self.config.givers_of(name)))));
+        }
+        if let Some(formula) = &sought.formula
+            && let Some(value) = self.work_out::<T>(key, formula, sought.default.is_some())?
+        {
+            return Ok(Some((value, Origin::Formula(formula.clone()))));
+        }
+        let Some(default) = &sought.default else { return Ok(None) };
+        let found = self.find(key, default)?;
+        let named = |keys: &OneOrMore<String>| {
+            keys.as_slice().iter().map(|key| self.config.name_of(key)).collect::<Vec<_>>().join(", ")
+        };
+        let keys = sought.key.as_ref().map(named);
+        Ok(found.map(|(value, origin)| match (origin, keys) {
+            (Origin::Specification, Some(keys)) => (value, Origin::Default(keys)),
+            (origin, _) => (value, origin),
+        }))
+    }
+
+    /// A key's value, or what it means.
+    fn read<T: Value>(&self, name: &str, value: &Json, sought: &Sought<T>) -> Result<T> {
+        match &sought.cases {
+            Some(cases) => {
+                let case = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                let known = || cases.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+                let wrong =
+                    || self.config.wrong(name, format_args!("{value} is not served (served: {})", known()));
+                cases.get(&case).cloned().ok_or_else(wrong)
+            }
+            None => serde_json::from_value(value.clone()).map_err(|error| self.config.wrong(name, error)),
+        }
+    }
+
+    /// A formula's result. One that names a key which is not there has none, if there is a default.
+    fn work_out<T: Value>(&self, key: &str, text: &str, has_default: bool) -> Result<Option<T>> {
+        let mut absent = false;
+        let result = formula::evaluate(text, &mut |name| match self.number(name)? {
+            None if has_default => {
+                absent = true;
+                Ok(1.0)
+            }
+            found => found.with_context(|| format!("formula '{text}': there is no '{name}'")),
+        });
+        if absent {
+            return Ok(None);
+        }
+        let number = result.with_context(|| format!("{}: '{key}'", self.config.file().display()))?;
+        let value = T::of_number(number);
+        value
+            .map(Some)
+            .with_context(|| format!("formula '{text}' is worth {number}, which '{key}' cannot be"))
+    }
+
+    /// A number of config.json, or with `$` before its name one that was settled before.
+    fn number(&self, name: &str) -> Result<Option<f64>> {
+        match name.strip_prefix('$') {
+            Some(known) => self.settled(known),
+            None => {
+                let Some(value) = self.config.at(name) else { return Ok(None) };
+                let number = value.as_f64();
+                ensure!(number.is_some(), self.config.wrong(name, format_args!("{value} is not a number")));
+                Ok(number)
+            }
+        }
+    }
+
+    /// A number that was settled for this layer, or for all: by its key, or by the last word of it where no other key has it.
+    fn settled(&self, name: &str) -> Result<Option<f64>> {
+        let is_meant = |key: &str| key == name || key.rsplit_once('.').is_some_and(|(_, last)| last == name);
+        let here = |layer: &Option<usize>| layer.is_none() || *layer == self.layer;
+        let found = self.numbers.iter().filter(|(key, (_, layer))| is_meant(key) && here(layer));
+        let found: Vec<_> = found.collect();
+        match found.as_slice() {
+            [] => Ok(None),
+            [(_, (number, _))] => Ok(Some(*number)),
+            several => {
+                let keys: Vec<&str> = several.iter().map(|(key, _)| **key).collect();
+                bail!("'${name}' can be any of {}: name one in full", keys.join(", "))
+            }
+        }
+    }
+
+    /// Goes on to a stack, which shares no numbers with the one before.
+    pub fn begin_stack(&mut self, prefix: &'static str) {
+        (self.stack, self.layer) = (prefix, None);
+        self.numbers.clear();
+    }
+
+    fn missing<T>(&self, key: &str, setting: &Setting<T>) -> String {
+        let file = self.config.file().display();
+        match setting {
+            Setting::Sought(Sought { key: Some(keys), .. }) => {
+                let names: Vec<String> = keys.as_slice().iter().map(|key| self.config.name_of(key)).collect();
+                let keys = names.join("' or '");
+                format!("{file}: the key '{keys}' is missing")
+            }
+            _ => format!("{file}: nothing says '{key}'"),
+        }
+    }
+}

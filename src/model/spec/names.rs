@@ -1,0 +1,119 @@
+//! Names of tensors: patterns with the layer's and the expert's number left open.
+//!
+//! Invariant: a pattern that matches a name once names it again with the same numbers.
+
+/// The name of a tensor in one layer, of one expert.
+pub fn numbered(pattern: &str, layer: Option<usize>, expert: Option<usize>) -> String {
+    let with = |text: String, mark: &str, number: Option<usize>| match number {
+        Some(number) => text.replace(mark, &number.to_string()),
+        None => text,
+    };
+    with(with(pattern.to_owned(), "{i}", layer), "{e}", expert)
+}
+
+/// The name of the bias that belongs to a weight.
+pub fn bias_name(weight: &str) -> String {
+    match weight.strip_suffix(".gamma") {
+        Some(stem) => format!("{stem}.beta"),
+        None => format!("{}.bias", weight.strip_suffix(".weight").unwrap_or(weight)),
+    }
+}
+
+/// Whether a name fits a pattern: `{i}` and `{e}` stand for digits, `*` for anything, the empty word too. Takes time by the
+/// product of their lengths, whatever they are.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    let name = name.as_bytes();
+    // Where the name can have got to by the parts of the pattern so far.
+    let mut reached = vec![false; name.len() + 1];
+    reached[0] = true;
+    let mut rest = pattern.as_bytes();
+    while !rest.is_empty() {
+        let part = Part::first_of(rest);
+        rest = &rest[part.len()..];
+        let mut next = vec![false; name.len() + 1];
+        for at in 0..=name.len() {
+            let after_digits =
+                |next: &[bool]| name[at - 1].is_ascii_digit() && (reached[at - 1] || next[at - 1]);
+            next[at] = match part {
+                Part::Anything => reached[at] || at > 0 && next[at - 1],
+                Part::Digits => at > 0 && after_digits(&next),
+                Part::Byte(byte) => at > 0 && name[at - 1] == byte && reached[at - 1],
+            };
+        }
+        reached = next;
+    }
+    reached[name.len()]
+}
+
+/// A part of a pattern.
+#[derive(Clone, Copy)]
+enum Part {
+    Byte(u8),
+    Digits,
+    Anything,
+}
+
+impl Part {
+    /// Of a pattern that is not empty. Names of more than ASCII are compared byte by byte.
+    fn first_of(pattern: &[u8]) -> Part {
+        match pattern {
+            [b'*', ..] => Part::Anything,
+            [b'{', b'i' | b'e', b'}', ..] => Part::Digits,
+            bytes => Part::Byte(bytes[0]),
+        }
+    }
+
+    /// Bytes that it takes of the pattern.
+    fn len(self) -> usize {
+        match self {
+            Part::Byte(_) | Part::Anything => 1,
+            Part::Digits => 3,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_stand_for_numbers_and_stars_for_anything() {
+        for (pattern, name, fits) in [
+            ("a.{i}.b", "a.31.b", true),
+            ("a.{i}.b", "a.x.b", false),
+            ("a.{i}.b", "a..b", false),
+            ("a.{i}.b", "a.3.c", false),
+            ("a.{i}.e.{e}.w", "a.3.e.12.w", true),
+            ("a.{i}.e.{e}.w", "a.3.e.w", false),
+            ("pooler.*", "pooler.dense.weight", true),
+            ("pooler.*", "xpooler.dense.weight", false),
+            ("*.inv_freq", "layers.0.inv_freq", true),
+            ("*.inv_freq", "layers.0.inv_freqs", false),
+            ("a", "a", true),
+            ("a", "ab", false),
+            ("*a*b*", "xxaxxbxx", true),
+            ("*a*b*", "xxbxxaxx", false),
+            ("{i}{e}", "12", true),
+            ("{i}{e}", "1", false),
+            ("größe.{i}", "größe.7", true),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+
+    /// Patterns may come with a model: none may keep the program busy.
+    #[test]
+    fn no_pattern_takes_long() {
+        let name = "e".repeat(1000);
+        assert!(!matches(&("*e".repeat(200) + "Z"), &name));
+        assert!(!matches(&"{i}a".repeat(500), &"1a".repeat(499)));
+    }
+
+    #[test]
+    fn a_bias_is_called_as_its_weight_is() {
+        assert_eq!(bias_name("a.q.weight"), "a.q.bias");
+        assert_eq!(bias_name("LayerNorm.gamma"), "LayerNorm.beta");
+        assert_eq!(bias_name("router"), "router.bias");
+        assert_eq!(numbered("l.{i}.e.{e}.w", Some(3), Some(12)), "l.3.e.12.w");
+    }
+}

@@ -1,0 +1,206 @@
+//! Positions of a specification: what is added to the embedding, to scores, and what turns queries and keys.
+//!
+//! Invariant: rotary positions that are the same are one, however many layers have them.
+
+use super::resolve::Fill;
+use super::setting::Setting;
+use super::tables::{PositionKind, RopeStyleName, ScalingSetting, SinusoidLayout, StackName};
+use super::{AddedSpec, DistanceSpec, Part, RopeSpec};
+use crate::formats::{HubConfig, RopeConfig, RopeScaling};
+use crate::model::provenance::Origin;
+use anyhow::{Context, Result, bail, ensure};
+use mainstem_kernels::RopeStyle;
+
+/// Positions beyond which no model goes.
+const CONTEXT_MAX: usize = 1 << 24;
+
+/// The positions of a stack, as its layers are filled in.
+pub struct Positions {
+    added: Option<AddedSpec>,
+    distance: Option<DistanceSpec>,
+    ropes: Vec<RopeSpec>,
+    context: usize,
+}
+
+/// A positive number, or nothing.
+pub fn positive(number: f32) -> Option<f32> {
+    (number > 0.0).then_some(number)
+}
+
+impl Positions {
+    /// Those that stand around all layers.
+    pub(super) fn begin(fill: &mut Fill, context: usize) -> Result<Positions> {
+        super::check::sizes(&[("context", context)])?;
+        let (table, names) = (&fill.tables.position, &fill.tables.tensors);
+        let kind = fill.look.or_neutral("position.kind", &table.kind, PositionKind::None)?;
+        let offset = fill.look.or_neutral("position.offset", &table.offset, 0)?;
+        let added = match kind {
+            PositionKind::Learned => {
+                let rows =
+                    fill.look.or_neutral("position.rows", &table.rows, context.saturating_add(offset))?;
+                ensure!(
+                    rows >= context.saturating_add(offset),
+                    "a context of {context} does not fit into {rows} learned positions, the first at {offset}"
+                );
+                let shape = vec![rows, fill.hidden];
+                let table = fill.piece("positions", &names.positions, shape, Part::Whole, None)?;
+                Some(AddedSpec::Learned { table, offset })
+            }
+            PositionKind::Sinusoidal => {
+                let layout =
+                    fill.look.or_neutral("position.layout", &table.layout, SinusoidLayout::Halves)?;
+                let scale = fill.look.or_neutral("position.scale", &table.scale, 1.0)? as f32;
+                ensure!(
+                    fill.hidden.is_multiple_of(2),
+                    "sinusoidal positions need an even width, not {}",
+                    fill.hidden
+                );
+                Some(AddedSpec::Sinusoidal { layout, offset, scale })
+            }
+            _ => None,
+        };
+        Ok(Positions { added, distance: None, ropes: Vec::new(), context })
+    }
+
+    /// Those of the layer that `fill` is at: which rotary ones, and whether scores have a bias by distance.
+    pub(super) fn of_layer(
+        &mut self,
+        fill: &mut Fill,
+        (heads, head_dim): (usize, usize),
+    ) -> Result<(Option<usize>, bool)> {
+        let table = &fill.tables.position;
+        match fill.look.or_neutral("position.kind", &table.kind, PositionKind::None)? {
+            PositionKind::Rope => {
+                let rope = self.rope(fill, head_dim)?;
+                let known = self.ropes.iter().position(|known| *known == rope);
+                let index = known.unwrap_or(self.ropes.len());
+                if known.is_none() {
+                    self.ropes.push(rope);
+                }
+                Ok((Some(index), false))
+            }
+            PositionKind::Alibi => {
+                let scale = fill.look.or_neutral("position.scale", &table.scale, 1.0)? as f32;
+                self.settle(DistanceSpec::Alibi { heads, scale })?;
+                Ok((None, true))
+            }
+            PositionKind::Relative => {
+                let distance = relative(fill, heads)?;
+                self.settle(distance)?;
+                Ok((None, true))
+            }
+            PositionKind::Learned | PositionKind::Sinusoidal if self.added.is_none() => {
+                bail!("positions that are added to the embedding are of all layers, not of some")
+            }
+            PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, false)),
+        }
+    }
+
+    /// What stands around the layers, and the context they reach.
+    pub fn finish(self) -> (Option<AddedSpec>, Option<DistanceSpec>, Vec<RopeSpec>, usize) {
+        (self.added, self.distance, self.ropes, self.context)
+    }
+
+    /// Biases by distance are those of all layers.
+    fn settle(&mut self, distance: DistanceSpec) -> Result<()> {
+        let known = self.distance.get_or_insert_with(|| distance.clone());
+        ensure!(*known == distance, "layers differ in how scores fall with distance");
+        Ok(())
+    }
+
+    fn rope(&mut self, fill: &mut Fill, head_dim: usize) -> Result<RopeSpec> {
+        let table = &fill.tables.position;
+        let style = match fill.look.or_neutral("position.style", &table.style, RopeStyleName::Halves)? {
+            RopeStyleName::Halves => RopeStyle::Halves,
+            RopeStyleName::Interleaved => RopeStyle::Interleaved,
+        };
+        let config = rope_config(fill)?;
+        let (share, origin) = share_of_head(fill.look.config)?;
+        let dims = match &table.dims {
+            Some(_) => fill.look.or("position.dims", &table.dims, "attention.head_dim", head_dim)?,
+            None => fill.look.record("position.dims", (head_dim as f64 * share) as usize, origin),
+        };
+        ensure!(
+            dims.is_multiple_of(2) && dims > 0,
+            "rotary positions need an even number of dimensions of a head, not {dims}"
+        );
+        ensure!(dims <= head_dim, "rotary positions turn {dims} dimensions of heads that have {head_dim}");
+        for (key, factors) in config.scaling.by_pair() {
+            ensure!(
+                factors == dims / 2,
+                "'{key}' has {factors} numbers, but there are {} rotary pairs",
+                dims / 2
+            );
+        }
+        if let RopeScaling::Dynamic { factor, context } = config.scaling {
+            // The model reaches as many times further as its base can be stretched.
+            self.context = self.context.max((context as f64 * factor) as usize).min(CONTEXT_MAX);
+        }
+        Ok(RopeSpec { style, dims, config })
+    }
+}
+
+/// The part of a head's dimensions that is turned, as configurations say it.
+fn share_of_head(config: &HubConfig) -> Result<(f64, Origin)> {
+    for key in [
+        "partial_rotary_factor",
+        "rope_parameters.partial_rotary_factor",
+        "rope_scaling.partial_rotary_factor",
+    ] {
+        let Some(value) = config.at(key) else { continue };
+        let share = value.as_f64().filter(|share| *share > 0.0 && *share <= 1.0);
+        let wrong = || config.wrong(key, format_args!("{value} is not above 0 and at most 1"));
+        return Ok((share.with_context(wrong)?, Origin::Config(vec![key.to_owned()])));
+    }
+    Ok((1.0, Origin::Derived("attention.head_dim")))
+}
+
+/// Base and scaling: as the specification says, else as config.json has them.
+fn rope_config(fill: &mut Fill) -> Result<RopeConfig> {
+    let (table, config) = (&fill.tables.position, fill.look.config);
+    let origin = |keys: Vec<String>| if keys.is_empty() { Origin::Format } else { Origin::Config(keys) };
+    let usual = match (&table.theta, &table.scaling) {
+        (Some(_), Some(_)) => None,
+        _ => Some((RopeConfig::from_config(config)?, RopeConfig::keys(config)?)),
+    };
+    let theta = match (&table.theta, &usual) {
+        (None, Some((usual, keys))) => {
+            fill.look.record("position.theta", usual.theta, origin(keys.theta.clone()))
+        }
+        _ => fill.look.needed("position.theta", &table.theta as &Option<Setting<f64>>)?,
+    };
+    ensure!(theta > 0.0, "{}: rotary positions have a base of {theta}", config.file().display());
+    let (scaling, origin) = match (&table.scaling, usual) {
+        (None, Some((usual, keys))) => (usual.scaling, origin(keys.scaling)),
+        (Some(ScalingSetting::Sought { key }), _) => {
+            let Some((key, _)) = fill.look.first(key) else {
+                return Ok(no_scaling(fill, theta, Origin::Format));
+            };
+            let section = config.section_at(key)?.with_context(|| config.wrong(key, "it is no object"))?;
+            (RopeScaling::from_section(&section, config)?, Origin::Config(vec![key.clone()]))
+        }
+        _ => return Ok(no_scaling(fill, theta, Origin::Specification)),
+    };
+    fill.look.record_json("position.scaling", scaling.to_json(), origin);
+    Ok(RopeConfig { theta, scaling })
+}
+
+fn no_scaling(fill: &mut Fill, theta: f64, origin: Origin) -> RopeConfig {
+    fill.look.record_json("position.scaling", RopeScaling::None.to_json(), origin);
+    RopeConfig { theta, scaling: RopeScaling::None }
+}
+
+fn relative(fill: &mut Fill, heads: usize) -> Result<DistanceSpec> {
+    let (table, names) = (&fill.tables.position, &fill.tables.tensors.relative_bias);
+    let buckets = fill.look.needed("position.buckets", &table.buckets)?;
+    let max_distance = fill.look.needed("position.max_distance", &table.max_distance)?;
+    let both_ways = fill.stack == StackName::Encoder;
+    super::check::sizes(&[("number of buckets", buckets), ("largest distance", max_distance)])?;
+    let exact = buckets / if both_ways { 4 } else { 2 };
+    ensure!(
+        exact > 0 && max_distance > exact,
+        "{buckets} buckets cannot tell distances up to {max_distance} apart"
+    );
+    let table = fill.piece("relative_bias", names, vec![buckets, heads], Part::Whole, None)?;
+    Ok(DistanceSpec::Relative { table, heads, buckets, max_distance, both_ways })
+}

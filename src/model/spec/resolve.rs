@@ -1,0 +1,481 @@
+//! From a specification file and a model's config.json to a [`ModelSpec`].
+//!
+//! Invariant: stacks and layers are filled in one by one, each from its own tables: those of the file, those of its stack,
+//! and the overrides that are for it, the later over the earlier.
+
+use super::layer;
+use super::lookup::Lookups;
+use super::names::{bias_name, numbered};
+use super::positions::{self, Positions};
+use super::setting::{OneOrMore, Setting};
+use super::tables::{Condition, HeadKind, Kind, LayerPick, Override, Placement, SpecText, StackName, Tables};
+use super::{
+    EmbeddingSpec, HeadSpec, Ignored, LayerSpec, LinearSpec, ModelSpec, NormSpec, Part, Piece, SpecFile,
+    StackSpec, check,
+};
+use crate::formats::HubConfig;
+use crate::model::provenance::Provenance;
+use anyhow::{Context, Result, bail, ensure};
+use mainstem_kernels::NormKind;
+use serde_json::Value as Json;
+
+/// Layers that any model has at most: before a list is made for each.
+const LAYERS_MAX: usize = 1 << 16;
+
+/// Fills in a specification. Errors name it and the configuration.
+pub fn resolve(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
+    filled_in(file, config, has)
+        .with_context(|| format!("{} does not go with {}", config.file().display(), file.file))
+}
+
+fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
+    let text = &file.text;
+    for (key, values) in &text.neutral {
+        let value = config.at(key).filter(|value| !values.iter().any(|neutral| same(value, neutral)));
+        if let Some(value) = value {
+            let served = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
+            let reason = format!("{value} is not served by {} (served: {served})", file.file);
+            return Err(config.wrong(key, reason));
+        }
+    }
+    let mut look = Lookups::new(config, has);
+    let mut stack = |name: StackName| {
+        look.begin_stack(match (text.kind, name) {
+            (Kind::EncoderDecoder, StackName::Encoder) => "encoder.",
+            (Kind::EncoderDecoder, StackName::Decoder) => "decoder.",
+            _ => "",
+        });
+        StackFill { file, look: &mut look, name }.fill()
+    };
+    let (encoder, decoder) = match text.kind {
+        Kind::Decoder => (None, Some(stack(StackName::Decoder)?)),
+        Kind::Encoder => (Some(stack(StackName::Encoder)?), None),
+        Kind::EncoderDecoder => (Some(stack(StackName::Encoder)?), Some(stack(StackName::Decoder)?)),
+    };
+    if let (Some((_, of_encoder)), Some((_, of_decoder))) = (&encoder, &decoder) {
+        ensure!(
+            of_encoder == of_decoder,
+            "vocabulary and hidden size are {of_encoder:?} in the encoder, but {of_decoder:?} in the decoder"
+        );
+    }
+    let sizes = decoder.as_ref().or(encoder.as_ref()).map(|(_, sizes)| *sizes);
+    let (vocab, hidden) = sizes.context("a model has a stack; anything else is a bug")?;
+    let (encoder, decoder) = (encoder.map(|(stack, _)| stack), decoder.map(|(stack, _)| stack));
+    let context = decoder.as_ref().or(encoder.as_ref()).map_or(0, |stack| stack.context);
+    let spec = ModelSpec {
+        kind: text.kind,
+        vocab,
+        hidden,
+        context,
+        encoder,
+        decoder,
+        ignored: Ignored { patterns: text.ignored.clone(), prefixes: text.prefixes.clone() },
+        provenance: Provenance {
+            specification: file.file.clone(),
+            model_types: text.model_types.clone(),
+            config: config.file().to_owned(),
+            values: look.into_values(),
+        },
+    };
+    check::check(&spec)
+        .with_context(|| format!("{} describes an impossible model", config.file().display()))?;
+    Ok(spec)
+}
+
+/// One stack that is being filled in.
+struct StackFill<'f, 'a, 'b> {
+    file: &'f SpecFile,
+    look: &'a mut Lookups<'b>,
+    name: StackName,
+}
+
+/// What all parts of a stack are filled in with.
+pub(super) struct Fill<'a, 'b> {
+    pub look: &'a mut Lookups<'b>,
+    pub tables: &'a Tables,
+    /// What may stand before tensors' names.
+    pub prefixes: &'a [String],
+    pub stack: StackName,
+    /// The stack has another one before it, whose results it attends to.
+    pub has_source: bool,
+    pub vocab: usize,
+    pub hidden: usize,
+}
+
+impl<'f> StackFill<'f, '_, '_> {
+    /// The stack, with the sizes of vocabulary and residual stream.
+    fn fill(&mut self) -> Result<(StackSpec, (usize, usize))> {
+        let overrides = self.overrides()?;
+        let for_all = overrides.iter().copied().filter(|given| given.layers.is_none());
+        let around = tables(&self.file.text, self.name, for_all);
+        let size = &around.size;
+        let vocab = self.look.needed("size.vocab", &size.vocab)?;
+        let hidden = self.look.needed("size.hidden", &size.hidden)?;
+        let layers = self.look.needed("size.layers", &size.layers)?;
+        let context = self.look.needed("size.context", &size.context)?;
+        for (name, value) in
+            [("vocabulary size", vocab), ("hidden size", hidden), ("number of layers", layers)]
+        {
+            ensure!(value > 0, "{}: the {name} is 0", self.look.config.file().display());
+        }
+        ensure!(
+            layers <= LAYERS_MAX,
+            "{}: the number of layers is {layers}, more than {LAYERS_MAX}",
+            self.look.config.file().display()
+        );
+        let picks = overrides
+            .iter()
+            .map(|given| given.layers.as_ref().map(|pick| self.picked(pick, layers)).transpose())
+            .collect::<Result<Vec<_>>>()?;
+        let has_source = self.file.text.kind == Kind::EncoderDecoder && self.name == StackName::Decoder;
+        let mut fill = Fill {
+            look: self.look,
+            tables: &around,
+            prefixes: &self.file.text.prefixes,
+            stack: self.name,
+            has_source,
+            vocab,
+            hidden,
+        };
+        let mut positions = Positions::begin(&mut fill, context)?;
+        let embedding = embedding(&mut fill)?;
+        let mut specs: Vec<LayerSpec> = Vec::new();
+        for index in 0..layers {
+            let holds = |pick: &Option<Vec<bool>>| pick.as_ref().is_none_or(|pick| pick[index]);
+            let here = overrides.iter().zip(&picks).filter(|(_, pick)| holds(pick));
+            let tables = tables(&self.file.text, self.name, here.map(|(given, _)| *given));
+            let (look, prefixes) = (&mut *fill.look, fill.prefixes);
+            look.layer = Some(index);
+            let mut fill = Fill { look, tables: &tables, prefixes, ..fill };
+            let layer = layer::layer(&mut fill, &mut positions).with_context(|| format!("layer {index}"))?;
+            // Before a list is made of layers that no file has.
+            ensure!(
+                (fill.look.has)(&layer.attention.q.weight.name),
+                "there are {layers} layers by configuration, but there is no tensor '{}'",
+                layer.attention.q.weight.name
+            );
+            specs.push(layer);
+        }
+        fill.look.layer = None;
+        fill.tables = &around;
+        let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
+        let (added, distance, ropes, context) = positions.finish();
+        Ok((
+            StackSpec { context, embedding, added, distance, ropes, layers: specs, norm, head },
+            (vocab, hidden),
+        ))
+    }
+
+    /// Those that are for this model and this stack.
+    fn overrides(&self) -> Result<Vec<&'f Override>> {
+        let mut all = Vec::new();
+        for given in &self.file.text.overrides {
+            let conditions = given.when.as_ref().map_or(&[][..], OneOrMore::as_slice);
+            let mut holds = given.stack.is_none_or(|stack| stack == self.name);
+            for condition in conditions {
+                holds &= self.holds(condition)?;
+            }
+            if holds {
+                all.push(given);
+            }
+        }
+        Ok(all)
+    }
+
+    fn holds(&self, condition: &Condition) -> Result<bool> {
+        let expected = condition.is.clone().unwrap_or(Json::Bool(true));
+        if let Some(exists) = condition.exists {
+            let both = condition.is.is_some() || condition.default.is_some();
+            ensure!(!both, "{}: a 'when' asks either what a value is or whether it exists", self.file.file);
+            return Ok(match (&condition.key, &condition.tensor) {
+                (Some(keys), None) => self.look.first(keys).is_some() == exists,
+                (None, Some(tensor)) => self.stored_as(tensor).is_some() == exists,
+                _ => bail!("{}: a 'when' has either a 'key' or a 'tensor'", self.file.file),
+            });
+        }
+        let found = match (&condition.key, &condition.tensor) {
+            (Some(keys), None) => {
+                self.look.first(keys).map(|(_, value)| value.clone()).or(condition.default.clone())
+            }
+            (None, Some(tensor)) => Some(self.stored_as(tensor).is_some().into()),
+            _ => bail!("{}: a 'when' has either a 'key' or a 'tensor'", self.file.file),
+        };
+        Ok(found.is_some_and(|found| same(&found, &expected)))
+    }
+
+    /// The name under which the file has a tensor.
+    fn stored_as(&self, name: &str) -> Option<String> {
+        let names = prefixed(&OneOrMore::One(name.to_owned()), &self.file.text.prefixes);
+        names.into_iter().find(|name| (self.look.has)(name))
+    }
+
+    /// Which layers are meant.
+    fn picked(&mut self, pick: &LayerPick, layers: usize) -> Result<Vec<bool>> {
+        let listed = pick.key.as_ref().and_then(|keys| self.look.first(keys));
+        if let Some((key, value)) = listed {
+            let wrong = || {
+                self.look.config.wrong(key, format_args!("it is not a list of {layers}, one for each layer"))
+            };
+            let list = value.as_array().filter(|list| list.len() >= layers).ok_or_else(wrong)?;
+            let is = pick.is.clone().unwrap_or(Json::Bool(true));
+            return Ok(list.iter().take(layers).map(|entry| same(entry, &is)).collect());
+        }
+        let mut number = |key, setting: &Option<Setting<usize>>| {
+            setting.as_ref().map(|_| self.look.needed(key, setting)).transpose()
+        };
+        let from = number("layers.from", &pick.from)?.unwrap_or(0);
+        let to = number("layers.to", &pick.to)?.unwrap_or(layers);
+        let every = number("layers.every", &pick.every)?;
+        let at = number("layers.at", &pick.at)?.unwrap_or(0);
+        let only = pick
+            .only
+            .as_ref()
+            .map(|_| self.look.or("layers.only", &pick.only, "none", Vec::new()))
+            .transpose()?;
+        // A list that is asked for and nowhere to be found picks nothing, unless something else does.
+        let says_more = pick.only.is_some() || pick.from.is_some() || pick.to.is_some() || every.is_some();
+        ensure!(every != Some(0), "{}: 'layers.every' is 0", self.look.config.file().display());
+        let holds = |layer: usize| {
+            let in_turn = every.is_none_or(|every| layer >= at && (layer - at).is_multiple_of(every));
+            let is_listed = only.as_ref().is_none_or(|only| only.contains(&layer));
+            says_more && (from..to).contains(&layer) && in_turn && is_listed
+        };
+        Ok((0..layers).map(holds).collect())
+    }
+}
+
+/// The tables of the file and of a stack, and those of some overrides over them.
+fn tables<'o>(text: &SpecText, stack: StackName, overrides: impl Iterator<Item = &'o Override>) -> Tables {
+    let own = match stack {
+        StackName::Encoder => &text.encoder,
+        StackName::Decoder => &text.decoder,
+    };
+    overrides.fold(own.over(&text.tables()), |tables, given| given.tables().over(&tables))
+}
+
+/// Whether two values are the same, numbers by what they are worth.
+fn same(a: &Json, b: &Json) -> bool {
+    match (a.as_f64(), b.as_f64()) {
+        (Some(a), Some(b)) => a == b,
+        _ => a == b,
+    }
+}
+
+/// Names as they may stand in a file: bare first, then with each prefix.
+fn prefixed(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
+    let each = names.as_slice().iter();
+    each.flat_map(|name| {
+        let prefixed = prefixes.iter().map(move |prefix| format!("{prefix}{name}"));
+        std::iter::once(name.clone()).chain(prefixed)
+    })
+    .collect()
+}
+
+impl Fill<'_, '_> {
+    /// A tensor, or part of one, by the first of its names that the file has.
+    pub fn piece(
+        &self,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        shape: Vec<usize>,
+        part: Part,
+        expert: Option<usize>,
+    ) -> Result<Piece> {
+        let names =
+            names.as_ref().with_context(|| format!("the specification names no tensor 'tensors.{role}'"))?;
+        let layer = self.look.layer;
+        let named = |pattern: &str| numbered(pattern, layer, expert);
+        let first = || names.as_slice().first().cloned();
+        let found = prefixed(names, self.prefixes)
+            .into_iter()
+            .find(|pattern| (self.look.has)(&named(pattern)))
+            .or_else(first);
+        let pattern = found.with_context(|| format!("the specification names no tensor 'tensors.{role}'"))?;
+        let part = match (part, expert) {
+            // One tensor holds all experts' matrices.
+            (Part::Whole, Some(expert)) if !pattern.contains("{e}") => Part::Plane(expert),
+            (part, _) => part,
+        };
+        let layer = layer.filter(|_| pattern.contains("{i}"));
+        Ok(Piece {
+            role,
+            name: named(&pattern),
+            pattern: pattern.into(),
+            layer,
+            shape,
+            part,
+            transposed: false,
+        })
+    }
+
+    /// A vector that goes with a weight, called as that is.
+    pub fn bias_of(&self, weight: &Piece, role: &'static str, shape: Vec<usize>) -> Piece {
+        Piece {
+            role,
+            name: bias_name(&weight.name),
+            pattern: bias_name(&weight.pattern).into(),
+            shape,
+            transposed: false,
+            ..weight.clone()
+        }
+    }
+
+    /// A linear layer that is a tensor by itself.
+    pub fn linear(
+        &mut self,
+        role: &'static str,
+        bias_role: Option<&'static str>,
+        names: &Option<OneOrMore<String>>,
+        out: usize,
+        inp: usize,
+    ) -> Result<LinearSpec> {
+        self.linear_part(role, bias_role, names, (out, inp), (out, Part::Whole), None)
+    }
+
+    /// A linear layer that is a part of a tensor with `rows` rows.
+    pub fn linear_part(
+        &mut self,
+        role: &'static str,
+        bias_role: Option<&'static str>,
+        names: &Option<OneOrMore<String>>,
+        (out, inp): (usize, usize),
+        (rows, part): (usize, Part),
+        expert: Option<usize>,
+    ) -> Result<LinearSpec> {
+        let transposed = self.transposed()?;
+        let shape = if transposed { vec![inp, rows] } else { vec![rows, inp] };
+        let mut weight = Piece { transposed, ..self.piece(role, names, shape, part, expert)? };
+        if let Part::Plane(_) = weight.part {
+            let experts = self.look.or_neutral("moe.experts", &self.tables.moe.experts, 0)?;
+            weight.shape.insert(0, experts);
+        }
+        let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
+        Ok(LinearSpec { out, inp, weight, bias })
+    }
+
+    fn transposed(&mut self) -> Result<bool> {
+        self.look.or_neutral("tensors.transposed", &self.tables.tensors.transposed, false)
+    }
+
+    /// A norm of the specification's kind.
+    pub fn norm(
+        &mut self,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        width: usize,
+    ) -> Result<NormSpec> {
+        let kind = self.look.needed("norm.kind", &self.tables.norm.kind)?;
+        self.norm_of(layer::norm_kind(kind), role, names, width)
+    }
+
+    pub fn norm_of(
+        &mut self,
+        kind: NormKind,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        width: usize,
+    ) -> Result<NormSpec> {
+        let table = &self.tables.norm;
+        let eps = self.look.needed("norm.eps", &table.eps)? as f32;
+        let offset = self.look.or_neutral("norm.offset", &table.offset, 0.0)? as f32;
+        let has_bias = self.look.or_neutral("norm.bias", &table.bias, kind == NormKind::Layer)?;
+        let weight = self.piece(role, names, vec![width], Part::Whole, None)?;
+        let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
+        Ok(NormSpec { kind, weight, bias, offset, width, eps })
+    }
+
+    /// Where the sub-layers' norms stand.
+    pub fn placement(&mut self) -> Result<Placement> {
+        self.look.or_neutral("norm.placement", &self.tables.norm.placement, Placement::Pre)
+    }
+}
+
+fn embedding(fill: &mut Fill) -> Result<EmbeddingSpec> {
+    let (tables, hidden) = (fill.tables, fill.hidden);
+    let width = fill.look.or_neutral("embedding.width", &tables.embedding.width, hidden)?;
+    let scale = fill.look.or_neutral("embedding.scale", &tables.embedding.scale, 1.0)? as f32;
+    let types = fill.look.or_neutral("embedding.token_types", &tables.embedding.token_types, 0)?;
+    let has_norm = fill.look.or_neutral("embedding.norm", &tables.embedding.norm, false)?;
+    let names = &tables.tensors;
+    Ok(EmbeddingSpec {
+        table: fill.piece("embedding", &names.embedding, vec![fill.vocab, width], Part::Whole, None)?,
+        scale,
+        project_in: match width == hidden {
+            true => None,
+            false => Some(fill.linear("project_in", None, &names.project_in, hidden, width)?),
+        },
+        token_types: match types {
+            0 => None,
+            rows => {
+                Some(fill.piece("token_types", &names.token_types, vec![rows, hidden], Part::Whole, None)?)
+            }
+        },
+        norm: has_norm.then(|| fill.norm("embedding_norm", &names.embedding_norm, hidden)).transpose()?,
+    })
+}
+
+fn last_norm(fill: &mut Fill) -> Result<Option<NormSpec>> {
+    let by_placement = !matches!(fill.placement()?, Placement::Post | Placement::None);
+    let has_one = fill.look.or_neutral("norm.last", &fill.tables.norm.last, by_placement)?;
+    has_one.then(|| fill.norm("norm", &fill.tables.tensors.norm, fill.hidden)).transpose()
+}
+
+fn head(fill: &mut Fill, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option<HeadSpec>> {
+    let is_last = kind != Kind::EncoderDecoder || fill.stack == StackName::Decoder;
+    let (table, names) = (&fill.tables.head, &fill.tables.tensors);
+    if !is_last || fill.look.or_neutral("head.kind", &table.kind, HeadKind::Lm)? == HeadKind::None {
+        return Ok(None);
+    }
+    let (vocab, hidden) = (fill.vocab, fill.hidden);
+    let width = embedding.table.shape[1];
+    let tied = fill.look.or("head.tied", &table.tied, "false", false)?;
+    let has_transform = fill.look.or_neutral("head.transform", &table.transform, false)?;
+    let transform = match has_transform {
+        false => None,
+        true => {
+            let biased = fill.look.or_neutral("head.transform_bias", &table.transform_bias, true)?;
+            let bias_role = biased.then_some("head_transform bias");
+            let linear = fill.linear("head_transform", bias_role, &names.head_transform, hidden, hidden)?;
+            let activation = match &table.activation {
+                Some(_) => layer::activation_of(fill.look.needed("head.activation", &table.activation)?),
+                None => layer::activation(fill)?,
+            };
+            Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, hidden)?))
+        }
+    };
+    let project_out = match width == hidden {
+        true => None,
+        false => Some(fill.linear("project_out", None, &names.project_out, width, hidden)?),
+    };
+    let matrix = match tied {
+        true => embedding.table.clone(),
+        false => fill.piece("head", &names.head, vec![vocab, width], Part::Whole, None)?,
+    };
+    let unused_names = match (tied, &names.head) {
+        (true, Some(names)) => prefixed(names, fill.prefixes),
+        _ => Vec::new(),
+    };
+    let has_bias = fill.look.or_neutral("head.bias", &table.bias, false)?;
+    let bias = match (has_bias, &names.head_bias) {
+        (false, _) => None,
+        (true, Some(_)) => Some(fill.piece("head_bias", &names.head_bias, vec![vocab], Part::Whole, None)?),
+        (true, None) => {
+            let named = fill.piece("head", &names.head, vec![vocab, width], Part::Whole, None)?;
+            Some(fill.bias_of(&named, "head bias", vec![vocab]))
+        }
+    };
+    let scale = fill.look.or_neutral("head.scale", &table.scale, 1.0)? as f32;
+    let cap = fill.look.or_neutral("head.softcap", &table.softcap, 0.0)? as f32;
+    let normalised = fill.look.or_neutral("head.normalised", &table.normalised, false)?;
+    Ok(Some(HeadSpec {
+        transform,
+        project_out,
+        tied,
+        unused_names,
+        table: matrix,
+        bias,
+        normalised,
+        scale,
+        softcap: positions::positive(cap),
+    }))
+}

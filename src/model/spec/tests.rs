@@ -1,0 +1,244 @@
+//! Specifications that ship, filled in from configurations.
+
+use super::*;
+use crate::formats::HubConfig;
+use crate::model::provenance::{Origin, Sourced};
+use crate::specs;
+use anyhow::Result;
+use serde_json::json;
+use std::path::Path;
+
+fn config(extra: serde_json::Value) -> HubConfig {
+    let mut entries = json!({
+        "vocab_size": 320, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 100, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    });
+    let (serde_json::Value::Object(base), serde_json::Value::Object(extra)) = (&mut entries, extra) else {
+        unreachable!("both are objects")
+    };
+    base.extend(extra);
+    HubConfig::from_entries(Path::new("config.json"), base.clone())
+}
+
+fn usual(extra: serde_json::Value) -> Result<ModelSpec> {
+    SpecFile::for_model_type(specs::SYNTHETIC).unwrap().resolve(&config(extra), &|_| true)
+}
+
+#[test]
+fn what_config_leaves_out_is_derived_or_has_its_default() {
+    let spec = usual(json!({})).unwrap();
+    let layer = &spec.last_stack().layers[0];
+    assert_eq!((layer.attention.kv_heads, layer.attention.k_dim), (4, 12));
+    assert!(!spec.last_stack().head.as_ref().unwrap().tied && layer.attention.q.bias.is_none());
+    let spec = usual(json!({"num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": true})).unwrap();
+    let attention = &spec.last_stack().layers[1].attention;
+    assert_eq!((attention.k_width(), attention.q_width()), (20, 40));
+    assert!(spec.last_stack().head.as_ref().unwrap().tied);
+}
+
+#[test]
+fn every_value_tells_who_said_it() {
+    let spec = usual(json!({
+        "num_key_value_heads": 2, "mlp_bias": true, "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }))
+    .unwrap();
+    let config = |key: &str| Origin::Config(vec![key.to_owned()]);
+    for (key, value, origin) in [
+        ("size.vocab", json!(320), config("vocab_size")),
+        ("norm.kind", json!("rms"), Origin::Specification),
+        ("norm.eps", json!(1e-5), config("rms_norm_eps")),
+        ("attention.kv_heads", json!(2), config("num_key_value_heads")),
+        ("attention.head_dim", json!(12), Origin::Derived("size.hidden / attention.heads")),
+        ("attention.bias", json!(false), Origin::Default("attention_bias".to_owned())),
+        ("position.style", json!("halves"), Origin::Specification),
+        ("position.theta", json!(5e5), config("rope_theta")),
+        ("position.scaling", json!({"kind": "linear", "factor": 2.0}), config("rope_scaling")),
+        ("mlp.activation", json!("silu"), Origin::Default("hidden_act".to_owned())),
+        ("mlp.bias", json!(true), config("mlp_bias")),
+    ] {
+        let said = spec.provenance.get(key).map(|it| Sourced { layers: Vec::new(), ..it.clone() });
+        assert_eq!(said, Some(Sourced { key: key.to_owned(), layers: Vec::new(), value, origin }));
+    }
+    assert_eq!(spec.provenance.specification, specs::ALL[0].0);
+    assert_eq!(spec.provenance.config, Path::new("config.json"));
+    let silent = usual(json!({})).unwrap().provenance;
+    assert_eq!(silent.get("position.theta").unwrap().origin, Origin::Format);
+    assert_eq!(silent.get("position.scaling").unwrap().origin, Origin::Format);
+    let nested = usual(json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}})).unwrap();
+    assert_eq!(nested.last_stack().ropes[0].config.theta, 5e5);
+    assert_eq!(nested.provenance.get("position.theta").unwrap().origin, config("rope_parameters.rope_theta"));
+    assert_eq!(silent.get("attention.kv_heads").unwrap().origin, Origin::Derived("attention.heads"));
+}
+
+/// Every number and choice of a specification file has its entry, under its own name.
+#[test]
+fn no_value_is_left_out() {
+    let file: toml::Table = specs::ALL[0].1.parse().unwrap();
+    let provenance = usual(json!({})).unwrap().provenance;
+    for (section, table) in file.iter().filter(|(name, _)| *name != "tensors") {
+        for name in table.as_table().into_iter().flat_map(toml::Table::keys) {
+            assert!(provenance.get(&format!("{section}.{name}")).is_some(), "{section}.{name}");
+        }
+    }
+    let mut keys: Vec<_> = provenance.values.iter().map(|sourced| sourced.key.clone()).collect();
+    keys.sort_unstable();
+    assert!(keys.windows(2).all(|pair| pair[0] != pair[1]), "{keys:?}");
+}
+
+#[test]
+fn impossible_numbers_are_refused_by_name() {
+    for (extra, named) in [
+        (json!({"num_key_value_heads": 3}), "3 KV heads"),
+        (json!({"num_attention_heads": 0}), "heads"),
+        (json!({"head_dim": 7}), "even"),
+        (json!({"hidden_size": null}), "hidden_size"),
+        (json!({"vocab_size": 1u64 << 60}), "vocab"),
+        (json!({"num_attention_heads": 1 << 20, "head_dim": 1 << 20}), "more than"),
+        (json!({"rms_norm_eps": 0.0}), "epsilon"),
+        (json!({"hidden_act": "gulu"}), "`gulu`"),
+    ] {
+        let error = format!("{:#}", usual(extra.clone()).unwrap_err());
+        assert!(error.contains(named) && error.contains("config.json"), "{extra}: {error}");
+    }
+}
+
+#[test]
+fn a_specification_names_its_wrong_key_and_line() {
+    let text = specs::ALL[0].1.replace("kv_heads = {", "kv_headz = {");
+    let error = format!("{:#}", SpecFile::parse("mine.toml", &text).unwrap_err());
+    assert!(error.contains("mine.toml") && error.contains("kv_headz") && error.contains("line"), "{error}");
+}
+
+/// The usual specification with some text replaced.
+fn changed(from: &str, to: &str) -> Result<ModelSpec> {
+    let text = specs::ALL[0].1;
+    assert!(text.contains(from), "{from}");
+    let spec = SpecFile::parse("mine.toml", &text.replacen(from, to, 1))?;
+    spec.resolve(&config(json!({"dense": 1})), &|name| name != "absent")
+}
+
+#[test]
+fn what_is_said_in_the_wrong_place_or_not_at_all_is_refused() {
+    let overriding = |text: &str| changed("[tensors]", &format!("[[override]]\n{text}\n[tensors]"));
+    for (text, named) in [
+        ("layers = { only = [0] }\n[override.head]\nscale = 2.0", "table 'head'"),
+        ("layers = { only = [0] }\n[override.size]\nvocab = 7", "table 'size'"),
+        ("layers = { only = [0] }\n[override.position]\nkind = 'learned'", "of all layers"),
+        ("layers = { at = 1 }\n[override.attention]\nwindow = 8", "'layers.every'"),
+        ("layers = { is = 1 }\n[override.attention]\nwindow = 8", "'layers.key'"),
+        ("layers = { to = { key = 'nowhere' } }\n[override.attention]\nwindow = 8", "'nowhere' is missing"),
+        ("when = { key = 'dense', is = 1, exists = true }", "asks either"),
+        ("when = { key = 'dense', tensor = 'x' }", "either a 'key' or a 'tensor'"),
+        ("[override.attention]\nsoftcap = 1e300", "attention.softcap"),
+        ("[override.attention]\nscale = { formula = '$nothing' }", "there is no '$nothing'"),
+        ("[override.attention]\nscale = { formula = '$eps + $dims' }", "there is no '$dims'"),
+    ] {
+        let error = format!("{:#}", overriding(text).unwrap_err());
+        assert!(error.contains(named), "{text}: {error}");
+    }
+}
+
+#[test]
+fn conditions_ask_what_there_is() {
+    let tied = |when: &str| {
+        let text = format!("[[override]]\nwhen = {when}\n[override.head]\ntied = true\n[tensors]");
+        changed("[tensors]", &text).unwrap().last_stack().head.as_ref().unwrap().tied
+    };
+    for (when, holds) in [
+        ("{ key = 'dense', is = 1 }", true),
+        ("{ key = 'dense', is = 2 }", false),
+        ("{ key = 'gone' }", false),
+        ("{ key = 'gone', default = true }", true),
+        ("{ key = 'dense', exists = true }", true),
+        ("{ key = 'gone', exists = false }", true),
+        ("{ tensor = 'absent' }", false),
+        ("{ tensor = 'absent', is = false }", true),
+        ("{ tensor = 'absent', exists = false }", true),
+        ("{ tensor = 'there', exists = false }", false),
+        ("[{ key = 'dense', is = 1 }, { tensor = 'absent' }]", false),
+    ] {
+        assert_eq!(tied(when), holds, "{when}");
+    }
+}
+
+#[test]
+fn layers_are_picked_by_range_by_period_and_by_list() {
+    let windows = |pick: &str, extra: serde_json::Value| {
+        let more = format!("[[override]]\nlayers = {pick}\n[override.attention]\nwindow = 8\n[tensors]");
+        let text = specs::ALL[0].1.replacen("[tensors]", &more, 1);
+        let mut all = json!({"num_hidden_layers": 6});
+        all.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        let spec = SpecFile::parse("mine.toml", &text).unwrap().resolve(&config(all), &|_| true).unwrap();
+        let layers = spec.last_stack().layers.iter().enumerate();
+        let has = |layer: &LayerSpec| layer.attention.mask == Mask::Causal { window: Some(8) };
+        layers.filter(|(_, layer)| has(layer)).map(|(index, _)| index).collect::<Vec<_>>()
+    };
+    let list = json!({"kinds": ["a", "b", "a", "a", "b", "a"]});
+    for (pick, extra, expected) in [
+        ("{ from = 4 }", json!({}), vec![4, 5]),
+        ("{ to = { key = 'k', default = 2 } }", json!({}), vec![0, 1]),
+        ("{ to = { key = 'k', default = 2 } }", json!({"k": 3}), vec![0, 1, 2]),
+        ("{ every = 3, at = 2 }", json!({}), vec![2, 5]),
+        ("{ every = 2, from = 1, to = 5 }", json!({}), vec![2, 4]),
+        ("{ only = [1, 3, 9] }", json!({}), vec![1, 3]),
+        ("{ only = { key = 'k' } }", json!({}), vec![]),
+        ("{ key = 'kinds', is = 'b', every = 2 }", list, vec![1, 4]),
+        ("{ key = 'kinds', is = 'b', every = 2 }", json!({}), vec![0, 2, 4]),
+    ] {
+        assert_eq!(windows(pick, extra), expected, "{pick}");
+    }
+}
+
+/// Both stacks of a model have one vocabulary and one width.
+#[test]
+fn stacks_that_do_not_fit_together_are_refused() {
+    let (_, text) = specs::ALL.iter().find(|(_, text)| text.contains("encoder_ffn_dim")).unwrap();
+    let sizes = json!({
+        "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    });
+    let config = HubConfig::from_entries(Path::new("config.json"), sizes.as_object().unwrap().clone());
+    let resolve = |text: &str| SpecFile::parse("mine.toml", text).unwrap().resolve(&config, &|_| true);
+    assert!(resolve(text).is_ok());
+    let error = resolve(&text.replace("[encoder.size]", "[encoder.size]\nhidden = 64")).unwrap_err();
+    assert!(format!("{error:#}").contains("(97, 64) in the encoder"), "{error:#}");
+}
+
+/// Every shipped specification is read, and no two are for the same type.
+#[test]
+fn shipped_specifications_are_those_of_their_folder_and_each_type_has_one() {
+    let mut types = Vec::new();
+    for (file, text) in specs::ALL {
+        types.extend(SpecFile::parse(file, text).unwrap().model_types().to_vec());
+    }
+    let all = types.len();
+    types.sort();
+    types.dedup();
+    assert_eq!(types.len(), all);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs");
+    let files =
+        folder.read_dir().unwrap().flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let is_spec = |name: &String| name.ends_with(".toml") && name != "gguf.toml";
+    let mut files: Vec<String> = files.filter(is_spec).map(|name| format!("specs/{name}")).collect();
+    files.sort();
+    let mut shipped: Vec<&str> = specs::ALL.iter().map(|(file, _)| *file).collect();
+    shipped.sort();
+    assert_eq!(shipped, files);
+}
+
+/// What is made of the types is up to date; `UPDATE_SCHEMA=1 cargo test made_of_the_types` makes it anew.
+#[test]
+fn what_is_made_of_the_types_is_up_to_date() {
+    const MARK: &str = "<!-- From here on made from the types. -->\n\n";
+    let file = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+    let page = std::fs::read_to_string(file("docs/models.md")).unwrap();
+    let (by_hand, _) = page.split_once(MARK).unwrap();
+    let page = format!("{by_hand}{MARK}{}", schema::reference());
+    for (name, text) in [("specs/schema.json", schema::text()), ("docs/models.md", page)] {
+        if std::env::var_os("UPDATE_SCHEMA").is_some() {
+            std::fs::write(file(name), &text).unwrap();
+        }
+        assert!(std::fs::read_to_string(file(name)).unwrap() == text, "{name} is out of date");
+    }
+}

@@ -1,0 +1,102 @@
+//! Texts and token ids as clients hand them in: one, or a list.
+//!
+//! Invariant: every id is below the vocabulary's size, and a list is of one kind.
+
+use super::error::ApiError;
+use super::fields::brief;
+use serde_json::Value;
+
+/// A prompt as given.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    Text(String),
+    /// Each below the vocabulary's size.
+    Ids(Vec<u32>),
+}
+
+impl Prompt {
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Prompt::Text(text) => text.is_empty(),
+            Prompt::Ids(ids) => ids.is_empty(),
+        }
+    }
+}
+
+/// What stands in a list, whose kind its first member tells.
+struct List<'a> {
+    /// The parameter.
+    name: &'a str,
+    vocab: usize,
+}
+
+/// The value of the parameter `name`: a text, a list of texts, a list of ids, or a list of such lists. An empty
+/// list is one of ids. `vocab` is the number of token ids there are.
+pub fn prompts(name: &str, value: Option<Value>, vocab: usize) -> Result<Vec<Prompt>, ApiError> {
+    let list = List { name, vocab };
+    match value {
+        None => Err(list.wrong("is missing".to_owned())),
+        Some(Value::String(text)) => Ok(vec![Prompt::Text(text)]),
+        Some(Value::Array(members)) => list.read(members),
+        Some(other) => {
+            Err(list.wrong(format!("must be a text or a list of token ids, not {}", brief(&other))))
+        }
+    }
+}
+
+/// The value of a parameter that is one text or one list of ids.
+pub fn prompt(name: &str, value: Value, vocab: usize) -> Result<Prompt, ApiError> {
+    let list = List { name, vocab };
+    match value {
+        Value::String(text) => Ok(Prompt::Text(text)),
+        Value::Array(ids) => list.ids(&ids),
+        other => Err(list.wrong(format!("must be a text or a list of token ids, not {}", brief(&other)))),
+    }
+}
+
+impl List<'_> {
+    fn read(&self, members: Vec<Value>) -> Result<Vec<Prompt>, ApiError> {
+        match members.first() {
+            None => Ok(vec![Prompt::Ids(Vec::new())]),
+            Some(Value::String(_)) => members.into_iter().map(|member| self.text(member)).collect(),
+            Some(Value::Array(_)) => members.iter().map(|member| self.inner(member)).collect(),
+            Some(_) => Ok(vec![self.ids(&members)?]),
+        }
+    }
+
+    fn text(&self, member: Value) -> Result<Prompt, ApiError> {
+        match member {
+            Value::String(text) => Ok(Prompt::Text(text)),
+            other => Err(self.mixed(&other)),
+        }
+    }
+
+    fn inner(&self, member: &Value) -> Result<Prompt, ApiError> {
+        match member {
+            Value::Array(ids) => self.ids(ids),
+            other => Err(self.mixed(other)),
+        }
+    }
+
+    fn ids(&self, list: &[Value]) -> Result<Prompt, ApiError> {
+        let ids: Result<_, String> = list.iter().map(|value| token_id(value, self.vocab)).collect();
+        ids.map(Prompt::Ids).map_err(|message| ApiError::invalid(self.name, message))
+    }
+
+    fn mixed(&self, member: &Value) -> ApiError {
+        self.wrong(format!("has {} beside others of another kind", brief(member)))
+    }
+
+    fn wrong(&self, what: String) -> ApiError {
+        ApiError::invalid(self.name, format!("'{}' {what}", self.name))
+    }
+}
+
+/// A token id below `vocab`.
+pub fn token_id(value: &Value, vocab: usize) -> Result<u32, String> {
+    match value.as_u64() {
+        Some(id) if id < vocab as u64 => Ok(id as u32),
+        Some(id) => Err(format!("token id {id} is not in the vocabulary of {vocab}")),
+        None => Err(format!("{} stands where a token id should be", brief(value))),
+    }
+}

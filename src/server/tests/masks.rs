@@ -1,0 +1,117 @@
+//! Masks before an intake that plays the encoder.
+
+use super::encoder::{EOS, FILL_MASK, MASK, conventions, encoder, house, house_of, play, post};
+use super::house::BOS;
+use crate::actors::{EncoderConventions, ModelInfo};
+use crate::request::{Task, Token, TokenEvent};
+use serde_json::json;
+
+/// What the engine says of a mask: these tokens with their probabilities.
+fn filled(candidates: &[(u32, f32)]) -> TokenEvent {
+    let top: Vec<(u32, f32)> = candidates.iter().map(|(id, share)| (*id, share.ln())).collect();
+    TokenEvent::Filled(Token { id: top[0].0, logprob: Some(top[0].1), top })
+}
+
+#[actix_web::test]
+async fn a_mask_is_filled_as_transformers_fills_it() {
+    let mut house = house();
+    let body = json!({ "input": "a<mask>c", "top_k": 2 });
+    let answers = vec![vec![filled(&[(98, 0.25), (BOS, 0.0)])]];
+    let (requests, response) = play(&mut house, FILL_MASK, body, answers).await;
+    assert_eq!(requests[0].source[..], [BOS, 97, MASK, 99, EOS]);
+    assert_eq!(requests[0].task, Task::Fill { at: [2].into(), top: 2 });
+    assert_eq!(
+        response.json(),
+        json!({
+            "object": "list", "model": "tiny", "usage": { "prompt_tokens": 5, "total_tokens": 5 },
+            "data": [{
+                "object": "fill_mask", "index": 0,
+                "masks": [{
+                    "position": 2,
+                    "candidates": [
+                        { "token": 98, "token_str": "b", "score": 0.25, "logprob": -1.3862944, "sequence": "abc" },
+                        { "token": BOS, "token_str": "<s>", "score": 0.0, "logprob": -9999.0, "sequence": "ac" }
+                    ]
+                }]
+            }]
+        })
+    );
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn each_mask_of_each_text_has_its_own_candidates() {
+    let mut house = house();
+    let body = json!({ "input": [[97, MASK, MASK], [MASK, 98]] });
+    let answers =
+        vec![vec![filled(&[(98, 1.0)]), filled(&[(99, 1.0), (100, 0.25)])], vec![filled(&[(101, 1.0)])]];
+    let (requests, response) = play(&mut house, FILL_MASK, body, answers).await;
+    let tasks: Vec<Task> = requests.iter().map(|request| request.task.clone()).collect();
+    assert_eq!(tasks, [&[1, 2][..], &[0]].map(|at| Task::Fill { at: at.into(), top: 5 }));
+    let answer = response.json();
+    let sequences = |text: usize, mask: usize| -> Vec<String> {
+        let candidates = answer["data"][text]["masks"][mask]["candidates"].as_array().unwrap();
+        candidates.iter().map(|candidate| candidate["sequence"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(sequences(0, 0), ["ab<mask>"]);
+    assert_eq!(sequences(0, 1), ["a<mask>c", "a<mask>d"]);
+    assert_eq!(sequences(1, 0), ["eb"]);
+    assert_eq!(
+        (&answer["data"][0]["masks"][1]["position"], &answer["data"][1]["index"]),
+        (&json!(2), &json!(1))
+    );
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn wrong_masks_are_told() {
+    let mut filling = house();
+    for (body, code, param, part) in [
+        (
+            json!({ "input": "abc" }),
+            "invalid_value",
+            "input",
+            "text 0 of 'input' has no mask token, which is <mask>",
+        ),
+        (json!({ "input": ["<mask>", "b"] }), "invalid_value", "input", "text 1"),
+        (json!({ "input": "<mask>", "top_k": 0 }), "invalid_value", "top_k", "from 1 to 20"),
+        (json!({ "input": "<mask>", "top_k": 21 }), "invalid_value", "top_k", "not 21"),
+        (json!({ "input": "<mask>", "targets": ["a"] }), "unsupported_parameter", "targets", "not supported"),
+    ] {
+        let response = post(&filling, FILL_MASK, &body).await;
+        let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(response.error(), (code.to_owned(), json!(param)), "{message}");
+        assert!(message.contains(part), "{message}");
+    }
+    let lost = vec![vec![]];
+    let (_, response) = play(&mut filling, FILL_MASK, json!({ "input": "<mask>" }), lost).await;
+    assert_eq!((response.status, response.error().0.as_str()), (500, "internal_error"));
+    filling.close().await;
+    let without = house_of(encoder(EncoderConventions { masks: vec!["[MASK]".into()], ..conventions() }));
+    let response = post(&without, FILL_MASK, &json!({ "input": "[MASK]" })).await;
+    assert!(response.json()["error"]["message"].as_str().unwrap().contains("no mask token"));
+    without.close().await;
+}
+
+/// Every candidate shows its whole text: masks, candidates and length multiply.
+#[actix_web::test]
+async fn an_answer_has_a_bound() {
+    let model = encoder(conventions());
+    let house = house_of(ModelInfo { source_context: 512, longest: 512, context: 512, ..model });
+    let masks = vec![MASK; 512];
+    for (body, tokens) in [
+        (json!({ "input": masks, "top_k": 20 }), 512 * 20 * 512),
+        (json!({ "input": [masks, masks, masks], "top_k": 3 }), 3 * 512 * 3 * 512),
+    ] {
+        let response = post(&house, FILL_MASK, &body).await;
+        assert_eq!((response.status, response.error().1), (400, json!("input")));
+        let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(&tokens.to_string()) && message.contains("2097152"), "{message}");
+    }
+    // What is just within it goes to the engine.
+    let mut house = house;
+    let answers = vec![(0..512).map(|_| filled(&[(98, 1.0)])).collect()];
+    let (_, response) = play(&mut house, FILL_MASK, json!({ "input": masks, "top_k": 8 }), answers).await;
+    assert_eq!(response.json()["data"][0]["masks"].as_array().unwrap().len(), 512, "{}", response.status);
+    house.close().await;
+}

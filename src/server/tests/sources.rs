@@ -1,0 +1,244 @@
+//! Completions of encoder-decoders: the prompt is the source, and the decoder has a beginning of its own.
+
+use super::house::{
+    BOS, COMPLETIONS, DEADLINE, House, Response, answer, bare, model, scored, tokenizer_with,
+};
+use crate::actors::{Conventions, DecoderConventions, ModelInfo};
+use crate::model::spec::Kind;
+use crate::request::{FinishReason, Request, TokenEvent};
+use serde_json::{Value, json};
+
+const EOS: u32 = 257;
+const EN: u32 = 258;
+const DE: u32 = 259;
+const FR: u32 = 260;
+/// Tokens of the longest source.
+const LONGEST: usize = 12;
+
+fn translator(forced_bos: Option<u32>) -> ModelInfo {
+    let roles = ["<s>", "</s>"].map(str::to_owned).into();
+    ModelInfo {
+        kind: Kind::EncoderDecoder,
+        source_context: LONGEST,
+        vocab: 261,
+        endpoints: vec![COMPLETIONS],
+        conventions: Conventions::EncoderDecoder(DecoderConventions { start: EOS, forced_bos, roles }),
+        ..model()
+    }
+}
+
+/// Around a text, the tokenizer puts these.
+fn house_with(model: ModelInfo, before: &[&str], after: &[&str]) -> House {
+    let names = ["<s>", "</s>", "__en__", "__de__", "fra_Latn"];
+    let special = |name: &&str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
+    let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
+    let single: Value = before.iter().map(special).chain([text]).chain(after.iter().map(special)).collect();
+    let ids = names.iter().zip(BOS..);
+    let tokens: serde_json::Map<_, _> = ids
+        .map(|(name, id)| (name.to_string(), json!({ "id": name, "ids": [id], "tokens": [name] })))
+        .collect();
+    let around =
+        json!({ "type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens });
+    House::of(model, tokenizer_with(&names, around), None, |_| {}, DEADLINE)
+}
+
+fn house(forced_bos: Option<u32>) -> House {
+    house_with(translator(forced_bos), &["__en__"], &["</s>"])
+}
+
+async fn ask(house: &mut House, body: Value) -> (Request, Response) {
+    house.play(body, answer("x")).await
+}
+
+#[actix_web::test]
+async fn the_prompt_is_the_source_and_the_decoder_starts() {
+    for (forced, opening) in [(None, vec![EOS]), (Some(DE), vec![EOS, DE])] {
+        let mut house = house(forced);
+        let body = json!({ "prompt": "ab", "return_token_ids": true, "max_tokens": 3 });
+        let (request, response) = house.play(body, answer("xyz")).await;
+        assert_eq!((&request.source[..], &request.prompt[..]), (&[EN, 97, 98, EOS][..], &opening[..]));
+        assert_eq!(request.max_tokens, 3);
+        let mut json = response.json();
+        let usage = json["usage"].take();
+        assert_eq!(usage["prompt_tokens"], 4 + opening.len(), "of source and decoder");
+        let choice = json!({
+            "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length",
+            "token_ids": [120, 121, 122], "prompt_token_ids": [EN, 97, 98, EOS],
+            "decoder_prompt_token_ids": opening
+        });
+        assert_eq!(json["choices"], json!([choice]));
+        house.close().await;
+    }
+}
+
+#[actix_web::test]
+async fn the_decoder_begins_as_it_is_told() {
+    let mut house = house(Some(FR));
+    for (wish, opening) in [
+        (json!({ "forced_bos_token": "__de__" }), vec![EOS, DE]),
+        (json!({ "forced_bos_token": "de" }), vec![EOS, DE]),
+        (json!({ "forced_bos_token": "</s>" }), vec![EOS, EOS]),
+        (json!({ "forced_bos_token": "fra_Latn" }), vec![EOS, FR]),
+        (json!({ "forced_bos_token": "d" }), vec![EOS, 100]),
+        (json!({ "forced_bos_token_id": EN }), vec![EOS, EN]),
+        (json!({ "decoder_prompt": "hi" }), vec![EOS, FR, 104, 105]),
+        (json!({ "decoder_prompt": "" }), vec![EOS, FR]),
+        (json!({ "decoder_prompt": "h", "forced_bos_token": "de" }), vec![EOS, DE, 104]),
+        (json!({ "decoder_prompt": [BOS, 104] }), vec![BOS, 104]),
+        (json!({ "decoder_prompt": null, "forced_bos_token_id": null }), vec![EOS, FR]),
+    ] {
+        let mut body = wish.clone();
+        body["prompt"] = "a".into();
+        let (request, response) = ask(&mut house, body).await;
+        assert_eq!(request.prompt[..], opening[..], "{wish}: {}", response.body);
+        assert_eq!(request.source[..], [EN, 97, EOS], "{wish}");
+    }
+    house.close().await;
+}
+
+/// In the place where the tokenizer has a language, or else first; ids are as they are.
+#[actix_web::test]
+async fn a_source_is_in_its_language() {
+    let cases: [(&[&str], &[&str], Vec<u32>); 4] = [
+        (&["__en__"], &["</s>"], vec![DE, 97, EOS]),
+        (&[], &["</s>", "__en__"], vec![97, EOS, DE]),
+        (&[], &["</s>"], vec![DE, 97, EOS]),
+        (&["<s>"], &["</s>"], vec![DE, BOS, 97, EOS]),
+    ];
+    for (before, after, source) in cases {
+        let mut house = house_with(translator(None), before, after);
+        for name in ["de", "__de__"] {
+            let (request, _) = ask(&mut house, json!({ "prompt": "a", "source_lang": name })).await;
+            assert_eq!(request.source[..], source[..], "{before:?} {after:?}");
+        }
+        let bare = json!({ "prompt": "a", "source_lang": "de", "add_special_tokens": false });
+        assert_eq!(ask(&mut house, bare).await.0.source[..], [DE, 97]);
+        let (request, _) = ask(&mut house, json!({ "prompt": [FR, 7] })).await;
+        assert_eq!(request.source[..], [FR, 7]);
+        house.close().await;
+    }
+}
+
+#[actix_web::test]
+async fn each_source_gets_its_choices() {
+    let mut house = house(None);
+    let client = house
+        .begin(r#"{"prompt": ["a", "bc"], "n": 2, "seed": 3, "stream": true, "return_token_ids": true}"#)
+        .await;
+    for (source, seed) in [("a", 3), ("a", 4), ("bc", 3), ("bc", 4)] {
+        let (request, sender) = house.call().await;
+        assert_eq!((request.source.len(), request.sampling.seed), (source.len() + 2, seed));
+        answer(source).into_iter().for_each(|event| sender.send(event));
+    }
+    let events = client.response().await.events();
+    for (index, source) in ["a", "a", "bc", "bc"].iter().enumerate() {
+        let mine =
+            || events.iter().map(|event| &event["choices"][0]).filter(|choice| choice["index"] == index);
+        let text: String = mine().map(|choice| choice["text"].as_str().unwrap()).collect();
+        assert_eq!(text, *source);
+        assert_eq!(mine().filter(|choice| choice.get("decoder_prompt_token_ids").is_some()).count(), 1);
+    }
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn an_echo_is_of_the_decoders_beginning() {
+    let mut house = house(None);
+    let body = json!({ "prompt": "a", "decoder_prompt": "hi", "echo": true });
+    let (_, response) = house.play(body, answer("!")).await;
+    assert_eq!(response.json()["choices"][0]["text"], "hi!");
+    let body = json!({ "prompt": "a", "decoder_prompt": "h", "echo": true, "logprobs": 0 });
+    let events = vec![
+        TokenEvent::Prompt(vec![bare(EOS), scored(104, -1.0, &[])]),
+        TokenEvent::Token(scored(105, -0.5, &[])),
+        TokenEvent::Finished(FinishReason::Stop),
+    ];
+    let (request, response) = house.play(body, events).await;
+    assert!(request.prompt_logprobs);
+    let logprobs = response.json()["choices"][0]["logprobs"].clone();
+    assert_eq!(logprobs["tokens"], json!(["</s>", "h", "i"]));
+    assert_eq!(logprobs["token_logprobs"], json!([null, -1.0, -0.5]));
+    house.close().await;
+}
+
+#[actix_web::test]
+async fn wrong_wishes_are_told_by_parameter() {
+    let house = house(None);
+    for (wish, code, param, part) in [
+        (json!({ "decoder_prompt": 5 }), "invalid_value", "decoder_prompt", "not 5"),
+        (json!({ "decoder_prompt": [] }), "invalid_value", "decoder_prompt", "without ids"),
+        (json!({ "decoder_prompt": [261] }), "invalid_value", "decoder_prompt", "token id 261"),
+        (json!({ "decoder_prompt": [["a"]] }), "invalid_value", "decoder_prompt", "a list"),
+        (
+            json!({ "decoder_prompt": [1], "forced_bos_token": "de" }),
+            "invalid_value",
+            "decoder_prompt",
+            "taken as they are",
+        ),
+        (json!({ "forced_bos_token": "xx" }), "invalid_value", "forced_bos_token", "'xx' is no token"),
+        (json!({ "forced_bos_token": 5 }), "invalid_value", "forced_bos_token", "a text"),
+        (json!({ "forced_bos_token_id": 261 }), "invalid_value", "forced_bos_token_id", "261"),
+        (
+            json!({ "forced_bos_token": "de", "forced_bos_token_id": DE }),
+            "invalid_value",
+            "forced_bos_token_id",
+            "one is enough",
+        ),
+        (json!({ "source_lang": "d" }), "invalid_value", "source_lang", "'d' is no language"),
+        (json!({ "source_lang": "</s>" }), "invalid_value", "source_lang", "'</s>' is no language"),
+        (json!({ "source_lang": "<s>" }), "invalid_value", "source_lang", "'<s>' is no language"),
+        (json!({ "source_lang": "de", "prompt": [1] }), "invalid_value", "source_lang", "as they are"),
+        (json!({ "prompt": [] }), "invalid_value", "prompt", "nothing to read"),
+        (json!({ "prompt": "", "add_special_tokens": false }), "invalid_value", "prompt", "nothing to read"),
+        (
+            json!({ "prompt": vec![1; 13] }),
+            "context_length_exceeded",
+            "prompt",
+            "13 tokens, more than the 12",
+        ),
+    ] {
+        let mut body = json!({ "prompt": "a" });
+        body.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
+        let response = house.post(&body.to_string()).await;
+        let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(
+            (response.status, response.error()),
+            (400, (code.into(), json!(param))),
+            "{body}: {message}"
+        );
+        assert!(message.contains(part), "{body}: {message}");
+    }
+    house.close().await;
+}
+
+/// A decoder has one prompt, and a translator no chats.
+#[actix_web::test]
+async fn each_kind_is_asked_in_its_own_way() {
+    let decoders = House::open();
+    for (wish, param) in [
+        (json!({ "decoder_prompt": "a" }), "decoder_prompt"),
+        (json!({ "forced_bos_token": "a" }), "forced_bos_token"),
+        (json!({ "forced_bos_token_id": 1 }), "forced_bos_token_id"),
+        (json!({ "source_lang": "en" }), "source_lang"),
+    ] {
+        let mut body = wish;
+        body["prompt"] = "a".into();
+        let response = decoders.post(&body.to_string()).await;
+        assert_eq!(response.error(), ("unsupported_parameter".into(), json!(param)));
+    }
+    decoders.close().await;
+    let house = house(None);
+    let body = json!({ "messages": [{ "role": "user", "content": "hi" }] }).to_string();
+    let chat = super::house::Client::send(house.address, "POST", "/v1/chat/completions", "", &body);
+    let response = chat.await.response().await;
+    assert_eq!((response.status, response.error()), (400, ("wrong_endpoint".into(), json!("model"))));
+    let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("an encoder-decoder") && message.contains(COMPLETIONS), "{message}");
+    let card = house.get("/v1/models/tiny").await.json();
+    assert_eq!((&card["kind"], &card["source_context"]), (&json!("encoder_decoder"), &json!(12)));
+    assert_eq!((&card["endpoints"], card.get("dimensions")), (&json!([COMPLETIONS]), None));
+    let body = json!({ "prompt": "ab" }).to_string();
+    let tokenized = super::house::Client::send(house.address, "POST", "/v1/tokenize", "", &body).await;
+    assert_eq!(tokenized.response().await.json()["max_model_len"], LONGEST, "a source is tokenised");
+    house.close().await;
+}

@@ -1,0 +1,44 @@
+//! Vectors as they leave: a list with one for each text, its numbers as a list or as base64.
+//!
+//! Invariant: the base64 is of the numbers in single precision, little-endian, one after the other.
+
+use super::InputUsage;
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde::{Serialize, Serializer};
+
+/// `POST /v1/embeddings`.
+#[derive(Debug, Serialize)]
+pub struct Embeddings {
+    pub object: &'static str,
+    pub data: Vec<Embedding>,
+    pub model: String,
+    pub usage: InputUsage,
+}
+
+/// One text's.
+#[derive(Debug, Serialize)]
+pub struct Embedding {
+    pub object: &'static str,
+    pub index: usize,
+    pub embedding: Numbers,
+}
+
+/// The numbers of a vector, as they were asked for.
+#[derive(Debug)]
+pub enum Numbers {
+    List(Vec<f32>),
+    Base64(Vec<f32>),
+}
+
+impl Serialize for Numbers {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Numbers::List(numbers) => numbers.serialize(serializer),
+            Numbers::Base64(numbers) => {
+                let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+                serializer.serialize_str(&BASE64_STANDARD.encode(bytes))
+            }
+        }
+    }
+}

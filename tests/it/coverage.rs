@@ -1,0 +1,304 @@
+//! Every choice that a specification can make is made by some model that is checked against its reference.
+
+use crate::common::fixture;
+use crate::families::{decoders, family, others};
+use mainstem::model::spec::tables::{
+    ActivationName, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind, QkNorm, QkvLayout,
+    RopeStyleName, ScoringName, SinusoidLayout, Wiring,
+};
+use mainstem::model::spec::{
+    AddedSpec, AttentionSpec, DistanceSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, Part, StackSpec,
+};
+use mainstem::model::{ModelRef, ModelSource};
+use mainstem_kernels::{Mask, NormKind, Scoring};
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+/// Choices, each as `what: which`.
+type Seen = BTreeSet<String>;
+
+fn word(value: impl Serialize) -> String {
+    serde_json::to_value(value).expect("a choice is a word").as_str().expect("a choice is a word").to_owned()
+}
+
+fn see(seen: &mut Seen, what: &str, which: impl Serialize) {
+    seen.insert(format!("{what}: {}", word(which)));
+}
+
+fn of_model(spec: &ModelSpec, seen: &mut Seen) {
+    see(seen, "kind", spec.kind);
+    for stack in spec.stacks() {
+        of_stack(stack, seen);
+        stack.layers.iter().for_each(|layer| of_layer(layer, seen));
+        of_head(stack.head.as_ref(), seen);
+    }
+}
+
+fn of_stack(stack: &StackSpec, seen: &mut Seen) {
+    for (what, is_there) in [
+        ("embedding: scale", stack.embedding.scale != 1.0),
+        ("embedding: norm", stack.embedding.norm.is_some()),
+        ("embedding: token types", stack.embedding.token_types.is_some()),
+        ("embedding: of another width", stack.embedding.project_in.is_some()),
+        ("rope: part of a head", stack.ropes.iter().any(|rope| rope.dims < stack.layers[0].attention.k_dim)),
+        ("rope: several", stack.ropes.len() > 1),
+    ] {
+        seen.extend(is_there.then(|| what.to_owned()));
+    }
+    match &stack.added {
+        Some(AddedSpec::Learned { offset, .. }) => {
+            see(seen, "positions", PositionKind::Learned);
+            seen.insert(format!("learned: offset {}", *offset > 0));
+        }
+        Some(AddedSpec::Sinusoidal { layout, offset, scale }) => {
+            see(seen, "positions", PositionKind::Sinusoidal);
+            see(seen, "sinusoids", *layout);
+            seen.insert(format!("sinusoids: offset {}", *offset > 0));
+            seen.insert(format!("sinusoids: scaled {}", *scale != 1.0));
+        }
+        None => {}
+    }
+    match &stack.distance {
+        Some(DistanceSpec::Alibi { heads, .. }) => {
+            see(seen, "positions", PositionKind::Alibi);
+            seen.insert(format!("alibi: power of two {}", heads.is_power_of_two()));
+        }
+        Some(DistanceSpec::Relative { both_ways, .. }) => {
+            see(seen, "positions", PositionKind::Relative);
+            seen.insert(format!("relative: both ways {both_ways}"));
+        }
+        None => {}
+    }
+    for rope in &stack.ropes {
+        see(seen, "positions", PositionKind::Rope);
+        seen.insert(format!("rope: {}", format!("{:?}", rope.style).to_lowercase()));
+        seen.insert(format!("scaling: {}", word(&rope.config.scaling.to_json()["kind"])));
+    }
+}
+
+fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
+    see(seen, "wiring", layer.wiring);
+    of_norms(&layer.attention_norms, seen);
+    of_attention(&layer.attention, seen);
+    seen.extend((layer.residual_scale != 1.0).then(|| "residual: scale".to_owned()));
+    if let Some((_, cross)) = &layer.cross {
+        seen.insert(format!("cross: bias {}", cross.q.bias.is_some()));
+    }
+    let dense = match &layer.mlp {
+        MlpSpec::Dense(dense) => dense,
+        MlpSpec::Experts(moe) => {
+            see(seen, "mlp", MlpKind::Experts);
+            see(
+                seen,
+                "scoring",
+                match moe.scoring {
+                    Scoring::Softmax => ScoringName::Softmax,
+                    Scoring::Sigmoid => ScoringName::Sigmoid,
+                },
+            );
+            seen.insert(format!("experts: renormalised {}", moe.renormalise));
+            seen.extend((moe.scale != 1.0).then(|| "experts: scale".to_owned()));
+            let gate =
+                moe.shared.as_ref().map(|_| format!("experts: shared, gate {}", moe.shared_router.is_some()));
+            seen.extend(gate);
+            &moe.experts[0]
+        }
+    };
+    if matches!(layer.mlp, MlpSpec::Dense(_)) {
+        see(seen, "mlp", if dense.up.is_some() { MlpKind::Gated } else { MlpKind::Plain });
+        seen.insert(format!("mlp: bias {}", dense.down.bias.is_some()));
+        seen.insert(format!("mlp: fused {}", matches!(dense.gate.weight.part, Part::Rows { .. })));
+    }
+    seen.insert(format!("activation: {}", format!("{:?}", dense.activation).to_lowercase()));
+}
+
+fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
+    if attention.rope.is_none() && !attention.by_distance {
+        see(seen, "positions", PositionKind::None);
+    }
+    let AttentionSpec { heads, kv_heads, k_dim, v_dim, .. } = *attention;
+    let groups = if kv_heads == heads {
+        "all"
+    } else if kv_heads == 1 {
+        "one"
+    } else {
+        "some"
+    };
+    seen.insert(format!("kv heads: {groups}"));
+    seen.insert(format!(
+        "qkv bias: {}, out bias: {}",
+        attention.q.bias.is_some(),
+        attention.o.bias.is_some()
+    ));
+    see(
+        seen,
+        "qkv",
+        match attention.q.weight.part {
+            Part::Rows { groups: 1, .. } => QkvLayout::Blocks,
+            Part::Rows { .. } => QkvLayout::Groups,
+            Part::Whole | Part::Plane(_) => QkvLayout::Separate,
+        },
+    );
+    see(
+        seen,
+        "qk norm",
+        match &attention.qk_norms {
+            None => QkNorm::None,
+            Some((q, _)) if q.width == k_dim => QkNorm::PerHead,
+            Some(_) => QkNorm::Whole,
+        },
+    );
+    let (mask, window) = match attention.mask {
+        Mask::Causal { window } => (MaskName::Causal, window),
+        Mask::Whole { window } => (MaskName::Bidirectional, window),
+    };
+    see(seen, "mask", mask);
+    seen.extend(window.map(|_| format!("window: {}", word(mask))));
+    for (what, is_there) in [
+        ("attention: transposed", attention.q.weight.transposed),
+        ("attention: softcap", attention.softcap.is_some()),
+        ("attention: its own scale", (attention.scale - 1.0 / (k_dim as f32).sqrt()).abs() > 1e-6),
+        ("attention: values of another width", v_dim != k_dim),
+        ("attention: heads of their own width", heads * k_dim != attention.q.inp),
+    ] {
+        seen.extend(is_there.then(|| what.to_owned()));
+    }
+}
+
+fn of_norms(norms: &Norms, seen: &mut Seen) {
+    see(
+        seen,
+        "placement",
+        match norms {
+            Norms { out: Some(_), .. } => Placement::Sandwich,
+            Norms { post: Some(_), .. } => Placement::Post,
+            Norms { pre: Some(_), .. } => Placement::Pre,
+            _ => Placement::None,
+        },
+    );
+    for norm in norms.pre.iter().chain(&norms.post) {
+        see(
+            seen,
+            "norm",
+            match norm.kind {
+                NormKind::Rms => NormName::Rms,
+                NormKind::Layer => NormName::Layer,
+            },
+        );
+        seen.insert(format!("norm: {:?} with bias {}", norm.kind, norm.bias.is_some()));
+        seen.extend((norm.offset != 0.0).then(|| "norm: offset".to_owned()));
+    }
+}
+
+fn of_head(head: Option<&HeadSpec>, seen: &mut Seen) {
+    let Some(head) = head else {
+        return see(seen, "head", HeadKind::None);
+    };
+    see(seen, "head", HeadKind::Lm);
+    seen.insert(format!("head: tied {}", head.tied));
+    for (what, is_there) in [
+        ("head: bias", head.bias.is_some()),
+        ("head: normalised", head.normalised),
+        ("head: scale", head.scale != 1.0),
+        ("head: softcap", head.softcap.is_some()),
+        ("head: transform", head.transform.is_some()),
+        ("head: of another width", head.project_out.is_some()),
+    ] {
+        seen.extend(is_there.then(|| what.to_owned()));
+    }
+}
+
+/// All choices there are.
+fn choices() -> Seen {
+    let mut all = Seen::new();
+    fn each<T: Serialize + Copy>(all: &mut Seen, what: &str, words: &[T]) {
+        words.iter().for_each(|which| see(all, what, *which));
+    }
+    each(&mut all, "kind", Kind::ALL);
+    each(&mut all, "positions", PositionKind::ALL);
+    each(&mut all, "rope", RopeStyleName::ALL);
+    each(&mut all, "sinusoids", SinusoidLayout::ALL);
+    each(&mut all, "norm", NormName::ALL);
+    each(&mut all, "placement", Placement::ALL);
+    each(&mut all, "wiring", Wiring::ALL);
+    each(&mut all, "qkv", QkvLayout::ALL);
+    each(&mut all, "qk norm", QkNorm::ALL);
+    each(&mut all, "mask", MaskName::ALL);
+    each(&mut all, "mlp", MlpKind::ALL);
+    each(&mut all, "scoring", ScoringName::ALL);
+    each(&mut all, "head", HeadKind::ALL);
+    let activations = ActivationName::ALL.iter().filter(|name| **name != ActivationName::Tanh);
+    all.extend(activations.map(|name| format!("activation: {}", word(*name).replace('_', ""))));
+    all.extend(
+        ["none", "linear", "dynamic", "llama3", "yarn", "longrope"].map(|kind| format!("scaling: {kind}")),
+    );
+    let others = [
+        "alibi: power of two false",
+        "alibi: power of two true",
+        "attention: heads of their own width",
+        "attention: its own scale",
+        "attention: softcap",
+        "attention: transposed",
+        "attention: values of another width",
+        "cross: bias false",
+        "cross: bias true",
+        "embedding: norm",
+        "embedding: of another width",
+        "embedding: scale",
+        "embedding: token types",
+        "experts: renormalised false",
+        "experts: renormalised true",
+        "experts: scale",
+        "experts: shared, gate false",
+        "experts: shared, gate true",
+        "head: bias",
+        "head: normalised",
+        "head: of another width",
+        "head: scale",
+        "head: softcap",
+        "head: tied false",
+        "head: tied true",
+        "head: transform",
+        "kv heads: all",
+        "kv heads: one",
+        "kv heads: some",
+        "learned: offset false",
+        "learned: offset true",
+        "mlp: bias false",
+        "mlp: bias true",
+        "mlp: fused false",
+        "mlp: fused true",
+        "norm: Layer with bias false",
+        "norm: Layer with bias true",
+        "norm: offset",
+        "qkv bias: false, out bias: false",
+        "qkv bias: true, out bias: false",
+        "qkv bias: true, out bias: true",
+        "relative: both ways false",
+        "relative: both ways true",
+        "residual: scale",
+        "rope: part of a head",
+        "rope: several",
+        "sinusoids: offset false",
+        "sinusoids: offset true",
+        "sinusoids: scaled true",
+        "window: bidirectional",
+        "window: causal",
+    ];
+    all.extend(others.map(str::to_owned));
+    all
+}
+
+#[test]
+fn every_choice_of_a_specification_is_checked_by_some_model() {
+    let mut seen = Seen::new();
+    let families = decoders().iter().copied().chain(others()).map(|name| family(name, "coverage"));
+    let families: Vec<_> = families.collect();
+    let older = ["gqa", "biased", "rope_linear", "rope_llama3"].map(fixture);
+    for folder in families.iter().map(|model| model.0.clone()).chain(older) {
+        let source = ModelSource::open(&ModelRef::Path(folder), None).expect("the model opens");
+        of_model(&source.spec, &mut seen);
+    }
+    let missing: Vec<_> = choices().difference(&seen).cloned().collect();
+    assert!(missing.is_empty(), "no model has {missing:?}");
+}

@@ -1,0 +1,180 @@
+//! Every family of models, as its own repositories look: what transformers answers (tests/oracle/make_families.py).
+
+use crate::common::{Copied, fixture};
+use crate::kinds::{ENCODER_DECODERS, ENCODERS};
+use crate::oracle::{check_alone, check_at, check_prompts};
+use mainstem::model::{ModelRef, ModelSource};
+use mainstem::specs;
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Decoders.
+const DECODERS: &[&str] = &[
+    "baichuan2",
+    "baichuan2_13b",
+    "baichuan_13b",
+    "baichuan_7b",
+    "bloom",
+    "bloom_heads6",
+    "chatglm2",
+    "deepseek_moe",
+    "dots1",
+    "dynamic_ntk",
+    "falcon_40b",
+    "falcon_7b",
+    "falcon_rw",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "gptj",
+    "internlm",
+    "internlm2",
+    "invented_one",
+    "minicpm",
+    "mistral",
+    "mixtral",
+    "opt",
+    "opt_350m",
+    "orion",
+    "phi",
+    "phi3",
+    "phi3_longrope",
+    "qwen2",
+    "qwen2_moe",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "xverse",
+    "yarn",
+    "yarn_attention_factor",
+];
+
+/// A family's model, with the tokenizer that all of them share.
+pub fn family(name: &str, test: &str) -> Copied {
+    let model = Copied::of(&format!("families/{name}"), &format!("{test}-{name}"));
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixture("families").join(file), model.file(file)).expect("a file is copied");
+    }
+    // A family's second version may be known by a vocabulary that no small model has.
+    if name.starts_with("baichuan2") {
+        let (_, shipped) =
+            specs::ALL.iter().find(|(file, _)| file.ends_with("baichuan.toml")).expect("it ships");
+        assert!(shipped.contains("125696"));
+        std::fs::write(model.file("spec.toml"), shipped.replace("125696", "96")).expect("it can be written");
+    }
+    model
+}
+
+/// Names of all decoders.
+pub fn decoders() -> &'static [&'static str] {
+    DECODERS
+}
+
+/// Names of all other models.
+pub fn others() -> impl Iterator<Item = &'static str> {
+    ENCODERS.into_iter().chain(ENCODER_DECODERS)
+}
+
+fn answers(name: &str) -> String {
+    format!("families/{name}/answers.json")
+}
+
+#[actix::test]
+async fn decoders_of_every_family_give_the_recorded_answers_alone_and_fused() {
+    for name in DECODERS.iter().copied() {
+        let model = family(name, "cpu");
+        check_at(&model.0, &answers(name), "cpu").await;
+        check_alone(&model.0, &answers(name), "cpu").await;
+    }
+}
+
+#[actix::test]
+async fn and_so_they_do_on_the_reference_backend() {
+    for name in DECODERS.iter().copied() {
+        let model = family(name, "reference");
+        check_at(&model.0, &answers(name), "reference").await;
+    }
+}
+
+/// Log-probabilities with weights and cache in 16 bits: BF16 has 8 bits of a number, F16 11.
+const BOUNDS: [(&str, f32); 2] = [("bf16", 0.25), ("f16", 0.04)];
+
+/// The models whose weights are stored in F32, with weights and cache rounded to 16 bits: near the answers of all bits.
+#[actix::test]
+async fn rounded_to_16_bits_a_model_says_nearly_the_same() {
+    let mut tried = 0;
+    for name in DECODERS.iter().copied() {
+        for (ty, bound) in BOUNDS {
+            let model = family(name, ty);
+            if !round(&model.file("model.safetensors"), ty) {
+                break;
+            }
+            check_prompts(&model.0, &answers(name), &[("kv.type", ty.into())], bound).await;
+            tried += 1;
+        }
+    }
+    assert!(tried >= 20, "only {tried} were tried");
+}
+
+/// Stores the file's numbers in that type, if all of them are in F32.
+fn round(file: &Path, ty: &str) -> bool {
+    let stored = std::fs::read(file).expect("the weights are there");
+    let (len, rest) = stored.split_at(8);
+    let len = u64::from_le_bytes(len.try_into().expect("8 bytes")) as usize;
+    let mut head: serde_json::Map<String, Value> =
+        serde_json::from_slice(&rest[..len]).expect("a head of JSON");
+    head.remove("__metadata__");
+    if head.values().any(|tensor| tensor["dtype"] != "F32") {
+        return false;
+    }
+    let mut numbers = Vec::new();
+    for tensor in head.values_mut() {
+        let offset = |end: usize| tensor["data_offsets"][end].as_u64().expect("an offset") as usize;
+        let bytes = &rest[len..][offset(0)..offset(1)];
+        let begin = numbers.len();
+        for number in bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)) {
+            numbers.extend(match ty {
+                "bf16" => half::bf16::from_f32(number).to_le_bytes(),
+                _ => half::f16::from_f32(number).to_le_bytes(),
+            });
+        }
+        tensor["dtype"] = ty.to_uppercase().into();
+        tensor["data_offsets"] = json!([begin, numbers.len()]);
+    }
+    let head = Value::from(head).to_string();
+    let parts = [&(head.len() as u64).to_le_bytes()[..], head.as_bytes(), &numbers];
+    std::fs::write(file, parts.concat()).expect("it can be written");
+    true
+}
+
+/// A tensor that two parts name has the shape that each of them needs, or the model is refused before it is loaded.
+#[test]
+fn a_tensor_of_two_uses_must_have_both_shapes() {
+    let model = family("qwen2", "two-uses");
+    let (_, shipped) = specs::ALL.iter().find(|(file, _)| file.ends_with("qwen2.toml")).expect("it ships");
+    let spec = shipped.replace("norm = \"model.norm.weight\"", "norm = \"model.embed_tokens.weight\"");
+    let spec = spec.replace("ignored = [", "ignored = [\"model.norm.weight\", ");
+    std::fs::write(model.file("spec.toml"), spec).expect("it can be written");
+    let error = ModelSource::open(&ModelRef::Path(model.0.clone()), None).err().expect("it is refused");
+    let error = format!("{error:#}");
+    assert!(error.contains("'model.embed_tokens.weight' has shape [96, 32]"), "{error}");
+}
+
+/// No fixture lies there that nobody compares with.
+#[test]
+fn every_family_is_tried() {
+    let folders = fixture("families").read_dir().expect("the folder is there").flatten();
+    let folders = folders.filter(|entry| entry.path().is_dir());
+    let mut folders: Vec<String> =
+        folders.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    folders.sort();
+    let mut tried: Vec<&str> = DECODERS.iter().copied().chain(others()).collect();
+    tried.sort();
+    assert_eq!(tried, folders);
+}

@@ -1,0 +1,219 @@
+//! GGUF files, written by the gguf package (tests/oracle/make_gguf.py), and the answers that transformers gives
+//! with the numbers they hold.
+
+mod conversions;
+mod converted;
+mod families;
+mod refused;
+mod said;
+mod vocabulary;
+mod written;
+
+use crate::common::{fixture, skipped};
+use crate::oracle::check_at;
+use mainstem::formats::gguf::Head;
+use mainstem::formats::{Checkpoint, Gguf};
+use mainstem::model::{ModelRef, ModelSource};
+use mainstem_kernels::QuantType;
+use serde::Deserialize;
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use written::Written;
+
+/// A GGUF file, the fixture whose tokenizer and prompts are its own, and what is recorded of it.
+const MODELS: [(&str, &str, &str); 4] = [
+    ("f32.gguf", "rope_llama3", "rope_llama3/answers.json"),
+    ("f16.gguf", "bf16", "bf16/answers.json"),
+    ("q8_0.gguf", "f16", "gguf/q8_0.json"),
+    ("q4_0.gguf", "f16", "gguf/q4_0.json"),
+];
+
+fn content(name: &str) -> Vec<u8> {
+    std::fs::read(fixture("gguf").join(name)).expect("the fixture is there")
+}
+
+fn written(name: &str) -> Written {
+    Written::read(&content(name))
+}
+
+/// A folder with a model as GGUF and the tokenizer of a fixture, which counts only if the file has no vocabulary;
+/// gone when dropped.
+struct Placed(PathBuf);
+
+impl Placed {
+    /// `name` tells the tests apart.
+    fn of(name: &str, file: &[u8], tokenizer: &str) -> Placed {
+        let folder = std::env::temp_dir().join(format!("mainstem-gguf-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a temporary folder");
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(fixture(tokenizer).join(name), folder.join(name)).expect("a file is copied");
+        }
+        std::fs::write(folder.join("model.gguf"), file).expect("it can be written");
+        Placed(folder)
+    }
+
+    fn file(&self) -> PathBuf {
+        self.0.join("model.gguf")
+    }
+
+    /// What opening it is refused for; the error names the file.
+    fn refusal(&self) -> String {
+        let error = ModelSource::open(&ModelRef::Path(self.file()), None).err().expect("it is refused");
+        let error = format!("{error:#}");
+        assert!(error.contains(self.file().to_str().expect("the path is text")), "{error}");
+        error
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[actix::test]
+async fn the_recorded_answers_come_on_both_backends() {
+    for (name, tokenizer, answers) in MODELS {
+        let placed = Placed::of(&format!("answers-{name}"), &content(name), tokenizer);
+        for kind in ["cpu", "reference"] {
+            check_at(&placed.file(), answers, kind).await;
+        }
+    }
+}
+
+/// Version 1 has narrower counts; the order of the tensors in the data is anybody's, and so is the room
+/// between them. The folder names the model as well as the file does.
+#[actix::test]
+async fn every_version_and_order_gives_the_same() {
+    let written = written("q8_0.gguf");
+    let count = written.tensors.len();
+    let mut apart = written.clone();
+    apart.set_u32("general.alignment", 256);
+    let files = [
+        ("v1", written.bytes(1, 32, |at| at)),
+        ("v2", written.bytes(2, 32, |at| at)),
+        ("backwards", written.bytes(3, 32, |at| count - 1 - at)),
+        // 11 shares no divisor with the number of tensors, so each is met once.
+        ("shuffled", apart.bytes(2, 256, |at| at * 11 % count)),
+    ];
+    assert_eq!(count, 21, "11 is no divisor");
+    for (name, file) in files {
+        let placed = Placed::of(name, &file, "f16");
+        check_at(&placed.0, "gguf/q8_0.json", "cpu").await;
+    }
+}
+
+#[actix::test]
+async fn a_model_in_several_files_is_served_by_any_of_them() {
+    let whole = written("f16.gguf");
+    let placed = Placed::of("split", &[], "bf16");
+    std::fs::remove_file(placed.file()).expect("it was written");
+    for (number, tensors) in whole.tensors.chunks(8).enumerate() {
+        let mut part = Written { entries: Vec::new(), tensors: tensors.to_vec() };
+        if number == 0 {
+            part.entries.clone_from(&whole.entries);
+        }
+        part.set_u32("split.no", number as u32);
+        part.set_u32("split.count", 3);
+        part.set_u32("split.tensors.count", whole.tensors.len() as u32);
+        let name = format!("model-{:05}-of-00003.gguf", number + 1);
+        std::fs::write(placed.0.join(name), part.bytes(3, 32, |at| at)).expect("it can be written");
+    }
+    for path in [placed.0.clone(), placed.0.join("model-00002-of-00003.gguf")] {
+        check_at(&path, "bf16/answers.json", "cpu").await;
+        let source = ModelSource::open(&ModelRef::Path(path), None).expect("it opens");
+        assert_eq!(source.name(), "model");
+    }
+}
+
+/// The bytes that the gguf package makes of blocks of numbers.
+#[test]
+fn codes_of_blocks_are_those_of_the_gguf_package() {
+    #[derive(Deserialize)]
+    struct Blocks {
+        /// The numbers' bits.
+        values: Vec<Vec<u32>>,
+        q8_0: Vec<String>,
+        q4_0: Vec<String>,
+    }
+    let blocks: Blocks = serde_json::from_slice(&content("blocks.json")).expect("it is in its form");
+    for (ty, expected) in [(QuantType::Q8_0, &blocks.q8_0), (QuantType::Q4_0, &blocks.q4_0)] {
+        assert!(blocks.values.len() == expected.len() && expected.len() > 10);
+        for (values, expected) in blocks.values.iter().zip(expected) {
+            let values: Vec<f32> = values.iter().map(|bits| f32::from_bits(*bits)).collect();
+            let mut codes = vec![0; ty.bytes(values.len()).expect("a whole block")];
+            (ty.row().quantize)(&values, &mut codes);
+            let hex: String = codes.iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(&hex, expected, "{ty} of {values:?}");
+        }
+    }
+}
+
+/// The tensors' bytes stay where the file is mapped: a model's matrices are on the device and nowhere else.
+#[test]
+fn tensors_are_used_where_the_file_has_them() {
+    let (checkpoint, gguf) = Checkpoint::open_gguf(&fixture("gguf/q4_0.gguf")).expect("the fixture opens");
+    let file = content("q4_0.gguf");
+    let head = Head::read(&file).expect("the fixture is sound");
+    let mut starts = Vec::new();
+    for tensor in &head.tensors {
+        let stored = checkpoint.tensor(&tensor.name).expect("it is there").bytes();
+        assert!(*stored == file[tensor.bytes.clone()], "{}", tensor.name);
+        let Cow::Borrowed(stored) = stored else { panic!("{} is a copy", tensor.name) };
+        starts.push(stored.as_ptr() as usize - tensor.bytes.start);
+    }
+    assert!(starts.iter().all(|start| *start == starts[0]), "all lie in one mapping");
+    assert_eq!(gguf.strings("tokenizer.ggml.tokens").expect("it has a vocabulary").len(), 288);
+    assert_eq!(gguf.i32s("tokenizer.ggml.token_type").expect("it has types")[..4], [3, 3, 3, 1]);
+}
+
+/// A specification of one's own describes the file as it is, whatever it calls itself.
+#[test]
+fn a_specification_of_ones_own_reads_any_architecture() {
+    let mut written = written("q4_0.gguf");
+    for (key, ..) in &mut written.entries {
+        *key = key.replace("llama.", "unheard.");
+    }
+    written.set_string("general.architecture", "unheard");
+    let placed = Placed::of("own-spec", &written.bytes(3, 32, |at| at), "f16");
+    assert!(placed.refusal().contains("give one with --spec FILE"));
+    let names = [
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers", "blk"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.", "attn_"),
+        ("mlp.", "ffn_"),
+        ("_proj", ""),
+        ("\"halves\"", "\"interleaved\""),
+    ];
+    let shipped = include_str!("../../specs/llama.toml").to_owned();
+    let own = names.iter().fold(shipped, |text, (hub, gguf)| text.replace(hub, gguf));
+    let spec = placed.0.join("mine.toml");
+    std::fs::write(&spec, own).expect("it can be written");
+    let source = ModelSource::open(&ModelRef::Path(placed.file()), Some(&spec)).expect("it opens");
+    let stack = source.spec.last_stack();
+    assert_eq!((stack.layers.len(), stack.layers[0].attention.kv_heads), (2, 2));
+    assert!(stack.head.as_ref().is_some_and(|head| head.tied));
+}
+
+/// Vocabularies of real models that lie beside the checkout for those who have them.
+#[test]
+fn real_vocabularies_are_read_where_they_are_at_hand() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/tokenizers/ggml-vocab");
+    for (name, tokens, merges) in [("bert-bge", 30_522, None), ("gpt-2", 50_257, Some(50_000))] {
+        let path = folder.join(format!("ggml-vocab-{name}.gguf"));
+        if !path.exists() {
+            skipped(&format!("no {name} vocabulary beside the checkout"));
+            continue;
+        }
+        let (checkpoint, gguf): (Checkpoint, Gguf) = Checkpoint::open_gguf(&path).expect("it opens");
+        assert_eq!(checkpoint.names().count(), 0);
+        assert_eq!(gguf.strings("tokenizer.ggml.tokens").expect("it has tokens").len(), tokens);
+        let found = gguf.opt_strings("tokenizer.ggml.merges").expect("they are text").map(|list| list.len());
+        assert_eq!(found, merges, "{name}");
+    }
+}

@@ -1,0 +1,239 @@
+//! Every family as GGUF: what transformers answers with the folder's numbers, and what the folder is made of.
+
+use super::conversions::{DECODERS, OTHERS, older_mixtral};
+use super::converted::Conversion;
+use super::written::Written;
+use super::{Placed, content};
+use crate::common::{Copied, fixture};
+use crate::families::family;
+use crate::oracle::{check_at, check_within};
+use mainstem::model::pieces::take;
+use mainstem::model::spec::MlpSpec;
+use mainstem::model::tensors::pieces;
+use mainstem::model::{ModelRef, ModelSource, ModelSpec};
+use mainstem_kernels::{Activation, Mask};
+use serde_json::json;
+use std::path::Path;
+
+/// Files that the gguf package wrote (tests/oracle/make_family_gguf.py).
+const STORED: [&str; 5] = ["bloom", "falcon_40b", "mixtral", "phi3", "t5"];
+
+fn placed(name: &str, file: &Written) -> Placed {
+    Placed::of(&format!("family-{name}"), &file.bytes(3, 32, |at| at), "families")
+}
+
+fn opened(path: &Path) -> ModelSource {
+    ModelSource::open(&ModelRef::Path(path.to_owned()), None).unwrap_or_else(|error| panic!("{error:#}"))
+}
+
+fn conversion(fixture: &str) -> &'static Conversion {
+    DECODERS.iter().chain(OTHERS).find(|one| one.fixture == fixture).expect("it is there")
+}
+
+#[actix::test]
+async fn decoders_of_every_family_give_the_recorded_answers() {
+    for one in DECODERS {
+        let placed = placed(one.fixture, &one.written());
+        // No key has the activation, and this one is not the usual.
+        let tolerance = if one.fixture == "gpt_neox" { 5e-3 } else { 1e-3 };
+        let answers = format!("families/{}/answers.json", one.fixture);
+        check_within(&placed.file(), &answers, "cpu", tolerance).await;
+    }
+}
+
+/// The writer of the tests and the gguf package, which knows names of its own, write the same tensors; and what
+/// that one wrote is read.
+#[actix::test]
+async fn what_the_gguf_package_wrote_is_read_and_is_what_the_tests_write() {
+    for name in STORED {
+        let bytes = content(&format!("{name}.gguf"));
+        let (stored, mut ours) = (Written::read(&bytes), conversion(name).written());
+        let mut theirs = stored.tensors;
+        theirs.sort_by(|a, b| a.name.cmp(&b.name));
+        ours.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        assert_eq!(theirs, ours.tensors, "{name}");
+        let placed = Placed::of(&format!("stored-{name}"), &bytes, "families");
+        match DECODERS.iter().any(|one| one.fixture == name) {
+            true => check_at(&placed.file(), &format!("families/{name}/answers.json"), "cpu").await,
+            false => same_model(&opened(&fixture("families").join(name)), &opened(&placed.file())),
+        }
+    }
+}
+
+#[actix::test]
+async fn experts_that_each_have_a_tensor_are_read_too() {
+    let older = Conversion { change: older_mixtral, ..*conversion("mixtral") };
+    let file = older.written();
+    assert!(file.tensors.iter().any(|tensor| tensor.name == "blk.1.ffn_down.4.weight"));
+    let placed = placed("older-mixtral", &file);
+    check_at(&placed.file(), "families/mixtral/answers.json", "cpu").await;
+}
+
+/// The specification without the tensors that it is filled from, and without who said what.
+fn wiring(source: &ModelSource) -> String {
+    let mut spec = source.spec.clone();
+    (spec.ignored, spec.provenance.values) = Default::default();
+    (spec.provenance.specification, spec.provenance.config) = Default::default();
+    let head = spec.decoder.as_mut().and_then(|stack| stack.head.as_mut());
+    head.into_iter().for_each(|head| head.unused_names.clear());
+    let text = format!("{spec:?}");
+    let mut parts = text.split("Piece {");
+    let begin = parts.next().unwrap_or_default().to_owned();
+    parts.fold(begin, |text, part| {
+        let end = part.find("transposed: ").expect("the last of a piece's fields");
+        text + "\nPiece" + part[end..].split_once('}').expect("its end").1
+    })
+}
+
+/// That a file is the folder's model: wired the same, of the same numbers.
+fn same_model(folder: &ModelSource, file: &ModelSource) {
+    let name = file.path.display();
+    let (wired, expected) = (wiring(file), wiring(folder));
+    for (ours, theirs) in wired.lines().zip(expected.lines()) {
+        assert_eq!(ours, theirs, "{name}");
+    }
+    assert_eq!(wired, expected, "{name}");
+    let (ours, theirs) = (pieces(&file.spec), pieces(&folder.spec));
+    assert_eq!(ours.len(), theirs.len(), "{name}");
+    for (ours, theirs) in ours.into_iter().zip(theirs) {
+        let [taken, expected] = [(file, ours), (folder, theirs)].map(|(source, piece)| {
+            let taken = take(&source.checkpoint, piece).expect("it was there at opening");
+            (taken.shape.clone(), taken.widened())
+        });
+        assert!(taken == expected, "{name}: {} and {}", ours.name, theirs.name);
+    }
+}
+
+/// A masked language model's head is left out, and distances have no key: they reach as far as T5's.
+#[test]
+fn encoders_and_models_with_both_are_their_folders_piece_by_piece() {
+    for name in ["bert", "t5", "flan_t5"] {
+        let model = family(name, "gguf");
+        if name == "flan_t5" {
+            model.configure("relative_attention_max_distance", json!(128));
+        }
+        let placed = placed(name, &conversion(name).written());
+        let mut folder = opened(&model.0);
+        if let ModelSpec { encoder: Some(encoder), decoder: None, .. } = &mut folder.spec {
+            encoder.head = None;
+        }
+        same_model(&folder, &opened(&placed.file()));
+    }
+}
+
+/// The fixture has layers without experts, of which GGUF knows nothing; of the others it has one.
+#[test]
+fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
+    let model = family("qwen2_moe", "gguf");
+    keep_layer(&model, 1);
+    for (key, value) in
+        [("num_hidden_layers", json!(1)), ("decoder_sparse_step", json!(1)), ("mlp_only_layers", json!([]))]
+    {
+        model.configure(key, value);
+    }
+    let mut file = conversion("qwen2_moe").of_folder(&model.0);
+    let folder = opened(&model.0);
+    same_model(&folder, &opened(&placed("qwen2_moe", &file).file()));
+    // Programs that write files anew leave out a dimension of 1.
+    let gate = file.tensors.iter_mut().find(|tensor| tensor.name == "blk.0.ffn_gate_inp_shexp.weight");
+    gate.expect("it is there").drop_outermost();
+    same_model(&folder, &opened(&placed("qwen2_moe-vector", &file).file()));
+}
+
+/// Leaves one layer of a folder, as the first.
+fn keep_layer(model: &Copied, layer: usize) {
+    let path = model.file("model.safetensors");
+    let file = std::fs::read(&path).expect("the copy is there");
+    let (length, rest) = file.split_first_chunk::<8>().expect("it has a header");
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(header).expect("it is JSON");
+    let (kept, mut bytes) = (format!("layers.{layer}."), Vec::new());
+    let mut left = serde_json::Map::new();
+    for (name, mut entry) in header {
+        if name.contains("layers.") && !name.contains(&kept) {
+            continue;
+        }
+        let Ok([begin, end]) = serde_json::from_value::<[usize; 2]>(entry["data_offsets"].clone()) else {
+            continue;
+        };
+        let at = bytes.len();
+        bytes.extend(&data[begin..end]);
+        entry["data_offsets"] = json!([at, bytes.len()]);
+        left.insert(name.replace(&kept, "layers.0."), entry);
+    }
+    let header = serde_json::Value::Object(left).to_string();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat();
+    std::fs::write(path, file).expect("it can be written");
+}
+
+/// A model with the first two layers of a fixture over and over.
+fn repeated(fixture: &str, layers: usize) -> Written {
+    let one = conversion(fixture);
+    let mut file = one.written();
+    let (within, around): (Vec<_>, Vec<_>) =
+        file.tensors.into_iter().partition(|tensor| tensor.name.starts_with("blk."));
+    file.tensors = around;
+    for at in 0..layers {
+        let stem = format!("blk.{}.", at % 2);
+        for tensor in within.iter().filter(|tensor| tensor.name.starts_with(&stem)) {
+            let mut tensor = tensor.clone();
+            tensor.name = tensor.name.replace(&stem, &format!("blk.{at}."));
+            file.tensors.push(tensor);
+        }
+    }
+    file.set_u32(&format!("{}.block_count", one.architecture), layers as u32);
+    file
+}
+
+/// What no key says and the largest models of a family have otherwise is known by their layers.
+#[test]
+fn the_largest_models_are_known_by_their_layers() {
+    let of = |fixture: &str, layers: usize| {
+        opened(&placed(&format!("{fixture}-{layers}"), &repeated(fixture, layers)).file())
+    };
+    let scale = |source: ModelSource| source.spec.last_stack().layers[0].attention.scale;
+    // 32 wide, 4 heads of 12.
+    for (fixture, largest) in [("gemma2", 46), ("gemma3", 62)] {
+        assert_eq!(
+            [scale(of(fixture, largest)), scale(of(fixture, 2))],
+            [8f32.sqrt().recip(), 12f32.sqrt().recip()]
+        );
+    }
+    let activation = |source: ModelSource| match &source.spec.last_stack().layers[0].mlp {
+        MlpSpec::Dense(dense) => dense.activation,
+        MlpSpec::Experts(_) => panic!("it has no experts"),
+    };
+    assert_eq!(
+        [activation(of("gpt_neox", 44)), activation(of("gpt_neox", 2))],
+        [Activation::GeluTanh, Activation::Gelu]
+    );
+}
+
+/// Keys that files left out, or leave out where there is nothing to say.
+#[test]
+fn what_gemmas_files_leave_out_is_known() {
+    let without = |fixture: &str, keys: &[&str]| {
+        let mut file = conversion(fixture).written();
+        keys.iter().for_each(|key| file.unset(key));
+        opened(&placed(&format!("{fixture}-without"), &file).file()).spec
+    };
+    let spec = without("gemma2", &["gemma2.attn_logit_softcapping", "gemma2.final_logit_softcapping"]);
+    let stack = spec.last_stack();
+    let caps = (stack.layers[0].attention.softcap, stack.head.as_ref().and_then(|head| head.softcap));
+    assert_eq!(caps, (Some(50.0), Some(30.0)));
+
+    let window = "gemma3.attention.sliding_window";
+    let masks = |spec: &ModelSpec| -> Vec<Mask> {
+        spec.last_stack().layers.iter().map(|layer| layer.attention.mask).collect()
+    };
+    let (with, spec) = (without("gemma3", &[]), without("gemma3", &[window]));
+    let local = Mask::Causal { window: Some(8) };
+    let all = Mask::Causal { window: None };
+    assert_eq!(masks(&with), [local, local, local, local, local, all, local]);
+    assert_eq!(masks(&spec), [all; 7]);
+    let bases = |spec: &ModelSpec| -> Vec<f64> {
+        spec.last_stack().ropes.iter().map(|rope| rope.config.theta).collect()
+    };
+    assert_eq!((bases(&with), bases(&spec)), (vec![100.0, 10_000.0], vec![10_000.0]));
+}

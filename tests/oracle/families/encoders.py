@@ -1,0 +1,147 @@
+"""Encoder-only families: config.json as their repositories have it, in small."""
+
+import transformers as hf
+
+from . import leftovers
+from .case import BF16, BOS, EOS, F16, Case, Layout
+
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 40,
+    "model_type": "bert",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "transformers_version": "4.6.0.dev0",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 97,
+}
+BERT_GAMMA = BERT | {"hidden_act": "gelu_new", "num_attention_heads": 2, "type_vocab_size": 3}
+ROBERTA = {
+    "architectures": ["RobertaForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 42,
+    "model_type": "roberta",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "vocab_size": 97,
+}
+XLM_ROBERTA = ROBERTA | {
+    "architectures": ["XLMRobertaModel"],
+    "classifier_dropout": None,
+    "model_type": "xlm-roberta",
+    "output_past": True,
+    "position_embedding_type": "absolute",
+    "transformers_version": "4.26.1",
+    "use_cache": True,
+}
+MODERNBERT = {
+    "architectures": ["ModernBertForMaskedLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "classifier_activation": "gelu",
+    "classifier_bias": False,
+    "classifier_dropout": 0.0,
+    "classifier_pooling": "mean",
+    "cls_token_id": 1,
+    "decoder_bias": True,
+    "deterministic_flash_attn": False,
+    "embedding_dropout": 0.0,
+    "eos_token_id": 2,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "gradient_checkpointing": False,
+    "hidden_activation": "gelu",
+    "hidden_size": 32,
+    "initializer_cutoff_factor": 2.0,
+    "initializer_range": 0.02,
+    "intermediate_size": 40,
+    "layer_norm_eps": 1e-5,
+    "local_attention": 8,
+    "local_rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "mlp_bias": False,
+    "mlp_dropout": 0.0,
+    "model_type": "modernbert",
+    "norm_bias": False,
+    "norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "pad_token_id": 3,
+    "position_embedding_type": "absolute",
+    "sep_token_id": 2,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.47.0.dev0",
+    "vocab_size": 96,
+}
+SENTENCES = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ],
+    "sentence_bert_config.json": {"max_seq_length": 40, "do_lower_case": False},
+    "1_Pooling/config.json": {
+        "word_embedding_dimension": 32,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    },
+}
+OLD_NORMS = ((r"LayerNorm\.weight$", "LayerNorm.gamma"), (r"LayerNorm\.bias$", "LayerNorm.beta"))
+BERT_HEAD = {"cls.predictions.transform.LayerNorm.weight": 3.0}  # spreads the logits of its tied decoder
+HEARING = {"attention": 2.0}  # so that what stands in a mask's place depends on the words around it
+
+CASES = [
+    Case("bert", hf.BertForMaskedLM, BERT, kind="encoder", dtype_key=None, starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias", means=BERT_HEAD, gains=HEARING,
+         blocks="post-norm, learned positions, token types, embedding norm, erf gelu, mask head with transform, tied "
+         "decoder and its bias; pooler, next-sentence head and position_ids in the file",
+         layout=Layout(extra=leftovers.bert_pretraining),
+         matters={"hidden_act": "gelu_new", "layer_norm_eps": 1e-2}),
+    Case("bert_gamma", hf.BertForMaskedLM, BERT_GAMMA, kind="encoder", dtype=F16, starts=(BOS,), source_end=(EOS,),
+         neutral=r"key\.bias", dtype_key=None, means=BERT_HEAD, gains=HEARING,
+         blocks="the same with norms named gamma and beta, the tied decoder repeated in the file, tanh gelu",
+         layout=Layout(names=OLD_NORMS, copies=(
+             ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+             ("cls.predictions.bias", "cls.predictions.decoder.bias"))),
+         matters={"hidden_act": "gelu"}),
+    Case("roberta", hf.RobertaForMaskedLM, ROBERTA, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
+         neutral=r"key\.bias", dtype_key=None, means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
+         blocks="positions from pad_token_id + 1, one token type, mask head under lm_head with a bias of its own",
+         layout=Layout(extra=leftovers.roberta_positions, copies=(
+             ("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"),)),
+         matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu_new"}),
+    Case("xlm_roberta", hf.XLMRobertaModel, XLM_ROBERTA, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
+         neutral=r"key\.bias|pooler", gains=HEARING, pool=True, files=SENTENCES,
+         blocks="no mask head and no prefix on names; mean pooling and normalising by the files of "
+         "sentence-transformers; an unused pooler in the file",
+         matters={"layer_norm_eps": 1e-2}),
+    Case("modernbert", hf.ModernBertForMaskedLM, MODERNBERT, kind="encoder", dtype=BF16, starts=(1,), source_end=(2,),
+         blocks="every third layer global, the others within 4 tokens either way, a theta for each, gated gelu with "
+         "both halves in Wi, norms without bias, no first norm on layer 0, mask head with norm and decoder bias",
+         matters={"local_attention": 10, "global_attn_every_n_layers": 2, "local_rope_theta": 1000.0,
+                  "global_rope_theta": 10000.0, "hidden_activation": "gelu_new"}),
+]  # fmt: skip

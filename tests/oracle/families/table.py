@@ -1,0 +1,6 @@
+"""All cases, in the order in which README.md lists them."""
+
+from . import borrowed, encoders, gpt_kin, invented, llama_kin, mixtures, translators
+
+TABLES = [llama_kin, mixtures, gpt_kin, borrowed, encoders, translators, invented]
+CASES = [case for table in TABLES for case in table.CASES]

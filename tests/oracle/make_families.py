@@ -1,0 +1,132 @@
+"""Makes tests/fixtures/families: a tiny random checkpoint of every model family, and what it answers.
+
+    python tests/oracle/make_families.py [NAME ...]
+
+Each folder looks as the family's own repositories do, plus answers.json (described in README.md). One tokenizer, of
+whole words, serves them all. What the cases are is said in the tables of `families/`.
+
+Invariant: what is recorded was computed again from the folder as written, where the library can read it, and every
+weight in it that is meant to matter does.
+"""
+
+import copy
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from families import answers, layout, reference, words
+from families.case import FIXTURES, NOTICED, Case
+from families.table import CASES
+from transformers.utils import logging
+
+
+SPEC = "spec.toml"  # of families that do not ship: written by hand, and kept
+
+
+def search(case: Case) -> tuple[int, torch.nn.Module, dict]:
+    """The first seed whose answers are clear."""
+    for seed in range(500):
+        model = reference.randomise(case, seed)
+        try:
+            return seed, model, answers.record_all(case, model, seed)
+        except answers.Unclear:
+            pass
+    raise SystemExit(f"{case.name}: no seed gives clear answers")
+
+
+def make(case: Case):
+    """Replaces the case's folder, once everything in it has been checked."""
+    seed, model, recorded = search(case)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / case.name
+        write_json(folder / "config.json", written_config(case), indent=2)
+        for path, content in case.files.items():
+            write_json(folder / path, content, indent=2)
+        layout.write(case, folder, model)
+        stored = reference.read_back(case, folder, model)
+        assert answers.record_all(case, stored, seed) == recorded, (
+            f"{case.name}: the folder holds another model"
+        )
+        check_matters(case, stored, recorded)
+        write_json(folder / "answers.json", head(case, seed) | recorded)
+        if (case.folder / SPEC).exists():
+            shutil.copy(case.folder / SPEC, folder)
+        shutil.rmtree(case.folder, ignore_errors=True)
+        shutil.move(folder, case.folder)
+    report(case, seed, recorded)
+
+
+def written_config(case: Case) -> dict:
+    dtype = {case.dtype_key: str(case.dtype).removeprefix("torch.")} if case.dtype_key else {}
+    return dict(sorted((case.config | dtype).items()))
+
+
+def head(case: Case, seed: int) -> dict:
+    eos = case.config.get("eos_token_id")
+    return {
+        "fixture": case.name,
+        "kind": case.kind,
+        "reference": case.model.__name__,
+        **({"note": case.note} if case.note else {}),
+        "seed": seed,
+        "eos_token_ids": [] if eos is None else [eos],
+    }
+
+
+@torch.no_grad()
+def check_matters(case: Case, model: torch.nn.Module, recorded: dict):
+    """Every weight changes what is recorded, and so does every setting that the case says matters."""
+    before = answers.fingerprint(case, model, recorded)
+
+    def difference(other: torch.nn.Module) -> float:
+        return float((before - answers.fingerprint(case, other, recorded)).abs().max())
+
+    for name, weight in reference.weights_of(case, model):
+        if re.search(case.neutral, name):
+            continue
+        for part in weight if weight.dim() == 3 else [weight]:  # every expert by itself
+            kept = part.clone()
+            part.add_(0.3 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
+            assert difference(model) > 10 * NOTICED, f"{case.name}: {name} does nothing"
+            part.copy_(kept)
+    for key, value in case.matters.items():
+        other = reference.build(case, copy.deepcopy(case.config) | {key: value})
+        other.load_state_dict(model.state_dict())
+        assert difference(other) > NOTICED, f"{case.name}: {key} does nothing"
+
+
+def write_json(path: Path, content, indent: int | None = None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    separators = (",", ":") if indent is None else None
+    path.write_text(
+        json.dumps(content, indent=indent, separators=separators, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
+def report(case: Case, seed: int, recorded: dict):
+    size = sum(file.stat().st_size for file in case.folder.rglob("*") if file.is_file())
+    margins = [entry["margin"] for entry in recorded.get("answers", [])]
+    margin = f"margin {min(margins):.4f}" if margins else ""
+    print(f"\r{case.name:20} seed {seed:4}  {size / 1000:6.1f} kB  {margin}", flush=True)
+
+
+def main():
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    wanted = sys.argv[1:]
+    if unknown := set(wanted) - {case.name for case in CASES}:
+        raise SystemExit(f"no such fixture: {', '.join(sorted(unknown))}")
+    write_json(FIXTURES / "tokenizer.json", words.tokenizer())
+    write_json(FIXTURES / "tokenizer_config.json", words.tokenizer_config(), indent=2)
+    for case in CASES:
+        if not wanted or case.name in wanted:
+            make(case)
+
+
+if __name__ == "__main__":
+    main()
