@@ -1,4 +1,4 @@
-//! Where a model's files lie: in a folder on disk, or within the program.
+//! Where a model's files lie: in a folder on disk, within the program, or in memory.
 //!
 //! Invariant: embedded bytes are handed out where they are, never copied; an error about a file names it as
 //! [`Folder::file`] does.
@@ -6,6 +6,7 @@
 use super::mmap::MappedFile;
 use anyhow::{Context, Result, bail};
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -17,6 +18,14 @@ use std::sync::Arc;
 pub enum Folder {
     Disk(PathBuf),
     Embedded(&'static EmbeddedFolder),
+    Memory(Arc<MemoryFolder>),
+}
+
+/// Files that came some other way, by name.
+#[derive(Debug)]
+pub struct MemoryFolder {
+    name: String,
+    files: BTreeMap<String, Vec<u8>>,
 }
 
 /// Files that are part of the program.
@@ -33,11 +42,17 @@ impl Folder {
         Folder::Disk(path.to_owned())
     }
 
-    /// The folder, to name in errors. An embedded one has no such path.
+    /// Files that are in memory already, each by its name and content, in a folder of the given name.
+    pub fn memory(name: &str, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Folder {
+        Folder::Memory(Arc::new(MemoryFolder { name: name.to_owned(), files: files.into_iter().collect() }))
+    }
+
+    /// The folder, to name in errors. One that is not on disk has no such path.
     pub fn path(&self) -> PathBuf {
         match self {
             Folder::Disk(path) => path.clone(),
             Folder::Embedded(folder) => format!("embedded:{}", folder.name).into(),
+            Folder::Memory(folder) => format!("memory:{}", folder.name).into(),
         }
     }
 
@@ -51,6 +66,7 @@ impl Folder {
         match self {
             Folder::Disk(path) => path.join(name).exists(),
             Folder::Embedded(folder) => folder.get(name).is_some(),
+            Folder::Memory(folder) => folder.files.contains_key(name),
         }
     }
 
@@ -58,6 +74,7 @@ impl Folder {
     pub fn names(&self) -> Result<Vec<String>> {
         let mut names: Vec<String> = match self {
             Folder::Embedded(folder) => folder.files.iter().map(|(name, _)| (*name).to_owned()).collect(),
+            Folder::Memory(folder) => folder.files.keys().cloned().collect(),
             Folder::Disk(path) => {
                 let list = || std::fs::read_dir(path)?.collect::<std::io::Result<Vec<_>>>();
                 let entries = list().with_context(|| format!("cannot list {}", path.display()))?;
@@ -73,6 +90,7 @@ impl Folder {
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>> {
         match self {
             Folder::Embedded(folder) => Ok(folder.get(name).map(Cow::Borrowed)),
+            Folder::Memory(folder) => Ok(folder.files.get(name).cloned().map(Cow::Owned)),
             Folder::Disk(path) => match std::fs::read(path.join(name)) {
                 Ok(content) => Ok(Some(Cow::Owned(content))),
                 Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
@@ -100,7 +118,7 @@ impl Folder {
     pub(super) fn open(&self, name: &str) -> Result<FileBytes> {
         match self {
             Folder::Disk(path) => Ok(FileBytes::Mapped(Arc::new(MappedFile::open(&path.join(name))?))),
-            Folder::Embedded(_) => {
+            Folder::Embedded(_) | Folder::Memory(_) => {
                 Ok(FileBytes::Held { path: self.file(name), bytes: self.read_needed(name)? })
             }
         }
@@ -129,7 +147,7 @@ impl fmt::Debug for EmbeddedFolder {
 /// The bytes behind a checkpoint, with the path they are known by.
 pub(super) enum FileBytes {
     Mapped(Arc<MappedFile>),
-    /// Part of the program, or made by it.
+    /// Part of the program, or in memory.
     Held {
         path: PathBuf,
         bytes: Cow<'static, [u8]>,
@@ -176,11 +194,17 @@ mod tests {
     static FILES: EmbeddedFolder =
         EmbeddedFolder { name: "sample", files: &[("a", b"first"), ("b", b"\xff")] };
 
+    /// The same files in memory.
+    fn memory() -> Folder {
+        let files = FILES.files.iter().map(|(name, content)| ((*name).to_owned(), content.to_vec()));
+        Folder::memory("sample", files)
+    }
+
     #[test]
-    fn files_are_the_same_on_disk_and_embedded() {
+    fn files_are_the_same_wherever_they_lie() {
         let scratch = Scratch::new();
         FILES.files.iter().for_each(|(name, content)| _ = scratch.write(name, content));
-        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES)] {
+        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES), memory()] {
             for (name, content) in FILES.files {
                 assert!(folder.has(name));
                 assert_eq!(folder.read(name).unwrap().unwrap(), *content);
@@ -201,7 +225,7 @@ mod tests {
         let error = format!("{:#}", Folder::disk(&absent).names().unwrap_err());
         assert!(error.starts_with(&format!("cannot list {}: ", absent.display())), "{error}");
         scratch.write("b", b"\xff");
-        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES)] {
+        for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES), memory()] {
             let refusals = [
                 (folder.read_needed("c").map(drop), "c"),
                 (folder.open("c").map(drop), "c"),
@@ -213,6 +237,7 @@ mod tests {
             }
         }
         assert_eq!(Folder::Embedded(&FILES).file("c"), Path::new("embedded:sample/c"));
+        assert_eq!(memory().file("c"), Path::new("memory:sample/c"));
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub(crate) mod scratch;
 pub use chat::{ChatFiles, ChatSource};
 pub use config::{DecoderOpening, GenerationConfig, HubConfig, SamplingDefaults};
 pub(crate) use folder::is_plain_name;
-pub use folder::{EmbeddedFolder, Folder};
+pub use folder::{EmbeddedFolder, Folder, MemoryFolder};
 pub use gguf::Gguf;
 pub use llama2c::{Llama2cHeader, Llama2cVersion};
 pub use pickle::is_pytorch;

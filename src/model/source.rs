@@ -124,6 +124,7 @@ impl ModelSource {
     pub fn name(&self) -> String {
         let part = match &self.kind {
             SourceKind::HubFolder(Folder::Embedded(folder)) => return folder.name.to_owned(),
+            SourceKind::HubFolder(folder @ Folder::Memory(_)) => return folder.path().display().to_string(),
             SourceKind::Synthetic => return self.path.display().to_string(),
             SourceKind::HubFolder(Folder::Disk(path)) => whole(path).file_name().map(ToOwned::to_owned),
             SourceKind::Gguf(gguf) => return gguf.stem().unwrap_or_else(|| "model".to_owned()),

@@ -353,6 +353,14 @@ impl MlpSpec {
             MlpSpec::Experts(moe) => moe.shared.as_ref().map_or(0, |shared| shared.width),
         }
     }
+
+    /// How many experts there are.
+    pub fn experts(&self) -> usize {
+        match self {
+            MlpSpec::Dense(_) => 0,
+            MlpSpec::Experts(moe) => moe.experts.len(),
+        }
+    }
 }
 
 impl MoeSpec {

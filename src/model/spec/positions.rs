@@ -34,6 +34,7 @@ impl Positions {
         let (table, names) = (&fill.tables.position, &fill.tables.tensors);
         let kind = fill.look.or_neutral("position.kind", &table.kind, PositionKind::None)?;
         let offset = fill.look.or_neutral("position.offset", &table.offset, 0)?;
+        ensure!(offset <= CONTEXT_MAX, "the first position is {offset}, more than {CONTEXT_MAX}");
         let added = match kind {
             PositionKind::Learned => {
                 let rows =

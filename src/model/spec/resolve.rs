@@ -18,9 +18,12 @@ use crate::model::provenance::Provenance;
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::NormKind;
 use serde_json::Value as Json;
+use std::collections::BTreeSet;
 
-/// Layers that any model has at most: before a list is made for each.
-const LAYERS_MAX: usize = 1 << 16;
+/// Layers that any model has at most, and experts of all layers together: before a list is made for each. A file need
+/// not have their tensors for its config.json to claim them.
+const LAYERS_MAX: usize = 1 << 12;
+const EXPERTS_MAX: usize = 1 << 16;
 
 /// Fills in a specification. Errors name it and the configuration.
 pub fn resolve(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
@@ -140,6 +143,7 @@ impl<'f> StackFill<'f, '_, '_> {
         let mut positions = Positions::begin(&mut fill, context)?;
         let embedding = embedding(&mut fill)?;
         let mut specs: Vec<LayerSpec> = Vec::new();
+        let mut experts = 0;
         for index in 0..layers {
             let holds = |pick: &Option<Vec<bool>>| pick.as_ref().is_none_or(|pick| pick[index]);
             let here = overrides.iter().zip(&picks).filter(|(_, pick)| holds(pick));
@@ -154,6 +158,8 @@ impl<'f> StackFill<'f, '_, '_> {
                 "there are {layers} layers by configuration, but there is no tensor '{}'",
                 layer.attention.q.weight.name
             );
+            experts += layer.mlp.experts();
+            ensure!(experts <= EXPERTS_MAX, "{layers} layers have more than {EXPERTS_MAX} experts");
             specs.push(layer);
         }
         fill.look.layer = None;
@@ -231,7 +237,8 @@ impl<'f> StackFill<'f, '_, '_> {
             .only
             .as_ref()
             .map(|_| self.look.or("layers.only", &pick.only, "none", Vec::new()))
-            .transpose()?;
+            .transpose()?
+            .map(BTreeSet::from_iter);
         // A list that is asked for and nowhere to be found picks nothing, unless something else does.
         let says_more = pick.only.is_some() || pick.from.is_some() || pick.to.is_some() || every.is_some();
         ensure!(every != Some(0), "{}: 'layers.every' is 0", self.look.config.file().display());

@@ -103,6 +103,25 @@ fn impossible_numbers_are_refused_by_name() {
     }
 }
 
+/// Names of tensors that no file has, of all layers and experts, would take all memory and hours.
+#[test]
+fn a_config_cannot_ask_for_more_layers_and_experts_than_any_model_has() {
+    let sparse = |layers: usize, experts: usize| {
+        let extra =
+            json!({"num_hidden_layers": layers, "num_local_experts": experts, "num_experts_per_tok": 2});
+        let (file, text) = specs::ALL.iter().find(|(_, text)| text.contains("num_local_experts")).unwrap();
+        SpecFile::parse(file, text).unwrap().resolve(&config(extra), &|_| true)
+    };
+    assert_eq!(sparse(61, 384).unwrap().layers(), 61);
+    for (layers, experts, named) in [
+        (1 << 16, 8, "the number of layers is 65536, more than 4096"),
+        (1 << 12, 1 << 12, "4096 layers have more than 65536 experts"),
+    ] {
+        let error = format!("{:#}", sparse(layers, experts).unwrap_err());
+        assert!(error.contains(named) && error.contains("config.json"), "{error}");
+    }
+}
+
 #[test]
 fn a_specification_names_its_wrong_key_and_line() {
     let text = specs::ALL[0].1.replace("kv_heads = {", "kv_headz = {");

@@ -11,6 +11,8 @@ mod pieces;
 
 mod pipeline;
 
+mod library_guard;
+
 pub(super) mod spelling;
 
 mod scored_bpe;

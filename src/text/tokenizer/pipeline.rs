@@ -3,6 +3,7 @@
 //!
 //! Invariant: a panic of the library, which trusts that a file's parts fit together, is an error here.
 
+use super::library_guard;
 use super::scored_bpe::{ScoredBpe, Span};
 use super::sentencepiece::normalizer::{self, Place};
 use super::unigram::Unigram;
@@ -70,6 +71,7 @@ impl Pipeline {
     /// Reads a `tokenizer.json`. Its truncation and padding are left out: here a long prompt is refused,
     /// never cut.
     pub fn from_json(content: &[u8]) -> Result<Pipeline> {
+        library_guard::check(content)?;
         let mut library: Library = guarded(|| Ok(serde_json::from_slice(content)?))?;
         library.with_truncation(None).map_err(|e| anyhow!(e))?;
         library.with_padding(None);

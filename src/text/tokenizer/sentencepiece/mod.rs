@@ -10,7 +10,8 @@ pub mod normalizer;
 
 pub mod pieces;
 
-mod charsmap;
+pub mod charsmap;
+
 mod layout;
 mod proto;
 

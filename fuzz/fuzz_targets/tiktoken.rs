@@ -1,0 +1,19 @@
+//! A file of ranks, of the two classes that are known to lie in one.
+
+#![no_main]
+
+use mainstem::text::Tokenizer;
+use mainstem_fuzz::{folder, speak_in_bytes};
+
+mainstem_fuzz::target!(parse);
+
+const CLASSES: [&str; 2] = ["LlamaTokenizer", "QWenTokenizer"];
+
+fn parse(bytes: &[u8]) {
+    let class = CLASSES[bytes.len() % CLASSES.len()];
+    let settings = format!(r#"{{"tokenizer_class": "{class}"}}"#);
+    let files = [("tiktoken.model", bytes), ("tokenizer_config.json", settings.as_bytes())];
+    if let Ok(tokenizer) = Tokenizer::from_folder(&folder(&files)) {
+        speak_in_bytes(tokenizer);
+    }
+}

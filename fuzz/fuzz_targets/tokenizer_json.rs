@@ -1,0 +1,14 @@
+//! `tokenizer.json`.
+
+#![no_main]
+
+use mainstem::text::Tokenizer;
+use mainstem_fuzz::{folder, speak};
+
+mainstem_fuzz::target!(parse);
+
+fn parse(bytes: &[u8]) {
+    if let Ok(tokenizer) = Tokenizer::from_folder(&folder(&[("tokenizer.json", bytes)])) {
+        speak(tokenizer);
+    }
+}

@@ -1,0 +1,14 @@
+//! `vocab.txt`.
+
+#![no_main]
+
+use mainstem::text::Tokenizer;
+use mainstem_fuzz::{folder, speak};
+
+mainstem_fuzz::target!(parse);
+
+fn parse(bytes: &[u8]) {
+    if let Ok(tokenizer) = Tokenizer::from_folder(&folder(&[("vocab.txt", bytes)])) {
+        speak(tokenizer);
+    }
+}

@@ -1,0 +1,120 @@
+"""Seeds that no fixture is: small files, and those that a target wants in one. Called by seed.sh.
+
+Usage: seeds.py FIXTURES CORPUS
+"""
+
+import base64
+import json
+import re
+import struct
+import sys
+from pathlib import Path
+
+FIXTURES, CORPUS = map(Path, sys.argv[1:])
+# Tokens of a vocabulary that are enough to have every kind of them.
+TOKENS = 300
+SAFETENSORS = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+    "b": {"dtype": "F16", "shape": [3], "data_offsets": [8, 14]},
+    "c": {"dtype": "I8", "shape": [2], "data_offsets": [14, 16]},
+}
+# dim, hidden_dim, layers, heads, kv_heads, vocab, seq_len
+LLAMA2C = (8, 6, 2, 4, 2, 5, 3)
+# GGUF's numbers for the kinds of values.
+U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+
+
+def lay(target, name, content):
+    folder = CORPUS / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(content)
+
+
+def safetensors():
+    header = json.dumps(SAFETENSORS).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(16)
+
+
+def llama2c(version):
+    """A file of that version, its classifier shared with the embedding."""
+    dim, width, layers, heads, kv_heads, vocab, context = LLAMA2C
+    head = dim // heads
+    norms = (2 * layers + 1) * dim
+    matrices = vocab * dim + layers * (2 * dim * dim + 2 * dim * kv_heads * head + 3 * width * dim)
+    sizes = struct.pack("<7i", *LLAMA2C)
+    if version == 0:
+        return sizes + bytes(4 * (norms + matrices + context * head))
+    return (struct.pack("<4sI", b"24ka", 1) + sizes + b"\x01").ljust(256, b"\0") + bytes(4 * (norms + matrices))
+
+
+def gguf(entries):
+    """A file of these entries, without tensors."""
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries))
+    return head + b"".join(text(key) + value(given) for key, given in entries.items())
+
+
+def text(given):
+    given = given.encode()
+    return struct.pack("<Q", len(given)) + given
+
+
+def value(given):
+    kind, written = bare(given)
+    return struct.pack("<I", kind) + written
+
+
+def bare(given):
+    match given:
+        case bool():
+            return BOOL, struct.pack("<?", given)
+        case int():
+            return (U32, struct.pack("<I", given)) if given >= 0 else (I32, struct.pack("<i", given))
+        case float():
+            return F32, struct.pack("<f", given)
+        case str():
+            return STRING, text(given)
+        case list():
+            return ARRAY, array(given)
+
+
+def array(given):
+    floats = any(isinstance(item, float) for item in given)
+    items = [bare(float(item) if floats else item) for item in given]
+    kind = items[0][0] if items else U32
+    return struct.pack("<IQ", kind, len(items)) + b"".join(written for _, written in items)
+
+
+def vocabulary(keys):
+    """The entries of a vocabulary, cut to its first tokens."""
+    entries = {"general.architecture": "llama", "tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    for key, given in keys.items():
+        if key == "precompiled_charsmap":
+            continue
+        short = given[:TOKENS] if isinstance(given, list) else given
+        if key == "token_type":
+            short = [max(kind, 0) for kind in short]
+        entries[f"tokenizer.ggml.{key}"] = short
+    return entries
+
+
+lay("safetensors", "small", safetensors())
+for version in (0, 1):
+    lay("llama2c", f"small_v{version}", llama2c(version))
+for name, keys in json.loads((FIXTURES / "tokenizers/gguf.json").read_text())["vocabularies"].items():
+    lay("gguf", name, gguf(vocabulary(keys)))
+lay("gguf", "model", (FIXTURES / "gguf/q4_0.gguf").read_bytes())
+
+files = FIXTURES / "tokenizers/files"
+rules = struct.pack("<I", 8) + bytes(8) + b"a\0"
+normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(rules).decode()}
+unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]], "byte_fallback": False}
+lay("tokenizer_json", "rules", json.dumps({"version": "1.0", "normalizer": normalizer, "model": unigram}).encode())
+lay("vocab_merges", "whole", (files / "vocab.json").read_bytes() + b"\0" + (files / "merges.txt").read_bytes())
+lay("vocab_merges", "small", b'{"a": 0, "b": 1, "ab": 2, "<s>": 3}\0#version: 0.2\na b\n')
+
+formulas = {"(2 + 3) * -4 ^ 2 / sqrt(a.b_2) - .5"}
+for spec in sorted((FIXTURES / "../../specs").glob("*.toml")):
+    formulas |= set(re.findall(r'formula = "([^"]*)"', spec.read_text()))
+for at, formula in enumerate(sorted(formulas)):
+    lay("formula", str(at), formula.encode())
