@@ -4,8 +4,8 @@
 
 use crate::config::ModelConfig;
 use crate::formats::FoundPooling;
-use crate::model::ModelSource;
 use crate::model::spec::Kind;
+use crate::model::{ModelSource, ModelSpec};
 use crate::request::Pooling;
 use anyhow::{Context, Result, ensure};
 
@@ -113,6 +113,16 @@ fn decoder(source: &ModelSource) -> Result<DecoderConventions> {
     }
     let roles = source.chat.special_tokens.values().cloned().collect();
     Ok(DecoderConventions { start, forced_bos: source.opening.forced_bos, roles })
+}
+
+/// What a model can be asked for, by endpoint.
+pub fn endpoints(spec: &ModelSpec) -> Vec<&'static str> {
+    match spec.kind {
+        Kind::Decoder => vec!["/v1/chat/completions", "/v1/completions"],
+        Kind::EncoderDecoder => vec!["/v1/completions"],
+        Kind::Encoder if spec.has_head() => vec!["/v1/embeddings", "/v1/fill-mask"],
+        Kind::Encoder => vec!["/v1/embeddings"],
+    }
 }
 
 #[cfg(test)]

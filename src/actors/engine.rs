@@ -2,7 +2,7 @@
 //!
 //! Invariant: when `start` returns, the model is loaded, every buffer is allocated, and requests are served.
 
-use super::conventions::Conventions;
+use super::conventions::{self, Conventions};
 use super::decode::{Decode, DecodeConfig, Neighbours};
 use super::device::{Build, Device, Factory};
 use super::group::Group;
@@ -128,7 +128,7 @@ impl EngineSetup {
         let model = ModelInfo {
             name,
             kind: spec.kind,
-            endpoints: spec.endpoints(),
+            endpoints: conventions::endpoints(spec),
             has_head: spec.has_head(),
             context,
             longest: if spec.decoder.is_some() { limits.positions } else { context },

@@ -7,6 +7,7 @@ mod text;
 use super::spinner::{self, Spinner};
 use super::start;
 use crate::actors::Conventions;
+use crate::actors::conventions::endpoints;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::config::{Config, ConfigError, Overrides};
 use crate::formats::{FoundPooling, GenerationConfig, HubConfig};
@@ -305,7 +306,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     Architecture {
         family: spec.provenance.model_types.clone(),
         kind: spec.kind,
-        serves: spec.endpoints(),
+        serves: endpoints(spec),
         parameters: tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
         layers: stack.layers.len(),
         encoder_layers: spec.layers() - stack.layers.len(),

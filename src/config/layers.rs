@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use strsim::levenshtein;
 use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
@@ -200,7 +201,7 @@ impl Settings {
         if self.sections().any(|section| section == name) {
             return Ok(());
         }
-        let nearest = self.sections().min_by_key(|section| distance(section, name));
+        let nearest = self.sections().min_by_key(|section| levenshtein(section, name));
         let nearest = nearest.expect("there are sections");
         let message = format!("there is no section '{name}'; the nearest is '{nearest}'");
         Err(ConfigError { origin, message })
@@ -287,24 +288,10 @@ fn nearest<'a>(word: &str, keys: impl Iterator<Item = &'a str>) -> &'a str {
     let undotted = word.replace('.', "_");
     let cost = |key: &str| {
         let name = split(key).1;
-        let whole = distance(word, key).min(distance(&undotted, name));
-        whole.min(1 + distance(split(word).1, name))
+        let whole = levenshtein(word, key).min(levenshtein(&undotted, name));
+        whole.min(1 + levenshtein(split(word).1, name))
     };
     keys.min_by_key(|key| cost(key)).expect("there are keys")
-}
-
-/// Edits (insert, delete, replace a character) between two words.
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

@@ -45,6 +45,20 @@ pub fn take<'a>(checkpoint: &'a Checkpoint, piece: &Piece) -> Result<Taken<'a>> 
     Ok(Taken { ty, shape, bytes })
 }
 
+/// Refuses a part that cannot be taken of numbers stored as `ty`: blocks of numbers are neither cut nor turned.
+pub fn check(ty: QuantType, piece: &Piece) -> Result<()> {
+    ensure!(
+        !(piece.transposed && ty.is_blocked()),
+        "numbers in blocks ({ty}) cannot be turned from (in, out) to (out, in)"
+    );
+    let row = piece.shape.get(1).copied().unwrap_or(1);
+    ensure!(
+        !matches!(piece.part, Part::Rows { .. }) || ty.bytes(row).is_some(),
+        "rows of {row} do not end where blocks of numbers ({ty}) do"
+    );
+    Ok(())
+}
+
 /// What taking a piece would record.
 pub fn record(checkpoint: &Checkpoint, piece: &Piece) -> TensorRecord {
     const CHECKED: &str = "it was there at opening, and computable; anything else is a bug";
@@ -183,6 +197,22 @@ mod tests {
         assert_eq!(numbers(&[3, 2], part, false), (vec![2, 2], vec![2., 3., 4., 5.]));
         assert_eq!(numbers(&[2, 3], part, true), (vec![2, 2], vec![1., 4., 2., 5.]));
         assert_eq!(numbers(&[2, 2, 2], Part::Plane(1), false), (vec![2, 2], vec![4., 5., 6., 7.]));
+    }
+
+    /// What a report of the model would otherwise fail at.
+    #[test]
+    fn blocks_are_neither_cut_nor_turned() {
+        let part = Part::Rows { groups: 2, stride: 48, first: 0, count: 16 };
+        for (ty, shape, part, transposed, is_fine) in [
+            (QuantType::Q8_0, &[96, 64][..], part, false, true),
+            (QuantType::Q8_0, &[96], part, false, false),
+            (QuantType::Q4_0, &[64, 96], Part::Whole, true, false),
+            (QuantType::Q4_0, &[64, 96], Part::Whole, false, true),
+            (QuantType::F16, &[96], part, false, true),
+            (QuantType::F16, &[64, 96], Part::Whole, true, true),
+        ] {
+            assert_eq!(check(ty, &piece(shape, part, transposed)).is_ok(), is_fine, "{ty} {shape:?}");
+        }
     }
 
     #[test]

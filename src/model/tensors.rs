@@ -3,12 +3,13 @@
 //! Invariant: after [`check`] every needed tensor is there with its shape, every other one is listed as ignored,
 //! and so every size of the specification is bounded by the files.
 
+use super::pieces as parts;
 use super::spec::{
     AddedSpec, AttentionSpec, DenseSpec, DistanceSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec,
     NormSpec, Norms, Piece, StackSpec,
 };
 use crate::formats::Checkpoint;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -16,12 +17,12 @@ use std::path::Path;
 /// `path` and the tensors.
 pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<()> {
     let path = path.display();
-    let mut missing = Vec::new();
+    let (mut missing, mut named) = (Vec::new(), HashSet::new());
     let mut used = HashSet::new();
     // Parts of one tensor each say what shape they take it to have.
     for piece in pieces(spec) {
         match checkpoint.tensor(&piece.name) {
-            None if missing.contains(&piece.name) => {}
+            None if !named.insert(piece.name.as_str()) => {}
             None => missing.push(piece.name.clone()),
             Some(tensor) if !fits(tensor.shape, &piece.shape) => bail!(
                 "{}: tensor '{}' has shape {:?}, but configuration and specification make it {:?}",
@@ -31,7 +32,9 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
                 piece.shape
             ),
             Some(tensor) => {
-                tensor.quant_type()?;
+                let ty = tensor.quant_type()?;
+                parts::check(ty, piece)
+                    .with_context(|| format!("{}: tensor '{}'", tensor.file.display(), piece.name))?;
                 used.insert(piece.name.as_str());
             }
         }

@@ -93,5 +93,5 @@ fn fault(file: &str, error: &toml::de::Error) -> anyhow::Error {
 }
 
 fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    known.min_by_key(|known| strsim::damerau_levenshtein(word, known))
+    known.min_by_key(|known| strsim::levenshtein(word, known))
 }

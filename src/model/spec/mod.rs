@@ -307,16 +307,6 @@ impl ModelSpec {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
-    /// What it can be asked for, by endpoint.
-    pub fn endpoints(&self) -> Vec<&'static str> {
-        match self.kind {
-            Kind::Decoder => vec!["/v1/chat/completions", "/v1/completions"],
-            Kind::EncoderDecoder => vec!["/v1/completions"],
-            Kind::Encoder if self.has_head() => vec!["/v1/embeddings", "/v1/fill-mask"],
-            Kind::Encoder => vec!["/v1/embeddings"],
-        }
-    }
-
     /// Whether logits come out.
     pub fn has_head(&self) -> bool {
         self.last_stack().head.is_some()
