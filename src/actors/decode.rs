@@ -14,8 +14,7 @@ mod settle;
 
 mod flight;
 
-mod confluence;
-
+use super::group::{Devices, Epoch};
 use super::kv::{Join, Plan, Reset, Turn};
 use super::meters::Meters;
 use super::prefill::{Ahead, Chunk, ForgetBegun, NextChunk};
@@ -37,8 +36,6 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::error;
 
-pub use confluence::{Confluence, Epoch, Steps};
-
 /// What the loop works with: the same in all lanes.
 #[derive(Clone)]
 pub struct Neighbours {
@@ -47,7 +44,7 @@ pub struct Neighbours {
     pub prefill_forget: Recipient<ForgetBegun>,
     pub kv_turn: Recipient<Turn>,
     pub kv_reset: Recipient<Reset>,
-    pub devices: Arc<Confluence>,
+    pub devices: Arc<dyn Devices>,
     pub status: Arc<Status>,
 }
 
@@ -104,7 +101,7 @@ async fn keep_turning(lane: usize, neighbours: Neighbours, config: DecodeConfig)
             }
             Err(_) => error!(lane, "the decode loop panicked; this is a bug. It starts again, empty"),
         }
-        neighbours.prefill_forget.do_send(ForgetBegun { lane });
+        neighbours.prefill_forget.do_send(ForgetBegun { lane, but: Vec::new() });
         neighbours.kv_reset.do_send(Reset { lane });
     }
 }
@@ -183,14 +180,12 @@ impl MainStem {
 
     /// Makes the work of the next turn.
     async fn next_turn(&mut self) -> Option<()> {
-        if let Err(fault) = self.neighbours.devices.lasts(self.epoch) {
-            self.fail_all(&fault);
-        }
         self.drop_gone();
         if self.live.is_empty() {
             self.rest().await?;
         }
         let chunks = self.next_chunks().await?;
+        self.begin_in_epoch(&chunks);
         self.take_in(chunks);
         let plan = self.next_plan().await?;
         self.place(&plan.slots);
@@ -236,9 +231,17 @@ impl MainStem {
         self.neighbours.status.beat(lane);
         if live == 0 {
             self.meters.woke();
-            self.epoch = self.neighbours.devices.epoch();
         }
         chunks
+    }
+
+    /// Who lives here may have been lost with what the devices remembered, be it only now. Who has just come has not: a
+    /// sequence is in an epoch from the turn on in which it gets its slot.
+    fn begin_in_epoch(&mut self, newcomers: &[Chunk]) {
+        if let Err(fault) = self.neighbours.devices.lasts(self.epoch) {
+            let come = newcomers.iter().filter(|chunk| chunk.sequence.is_some());
+            self.fail_all_but(&fault, come.map(|chunk| chunk.key).collect());
+        }
     }
 
     /// A sequence comes with its first chunk, and needs a slot. Chunks of those who left meanwhile are void.
@@ -314,6 +317,11 @@ impl MainStem {
 
     /// The devices lost their memory: whoever of this lane was in it is told, and the lane starts afresh.
     fn fail_all(&mut self, fault: &DeviceError) {
+        self.fail_all_but(fault, Vec::new());
+    }
+
+    /// The same; those are about to be taken in.
+    fn fail_all_but(&mut self, fault: &DeviceError, but: Vec<Key>) {
         self.flush();
         // Who is over has been told so.
         for live in self.live.drain(..).filter(|live| !live.over) {
@@ -326,7 +334,7 @@ impl MainStem {
         self.plan = None;
         self.flights.clear();
         self.epoch = self.neighbours.devices.epoch();
-        self.neighbours.prefill_forget.do_send(ForgetBegun { lane });
+        self.neighbours.prefill_forget.do_send(ForgetBegun { lane, but });
         self.neighbours.kv_reset.do_send(Reset { lane });
     }
 }

@@ -88,12 +88,14 @@ impl Device {
         let name = format!("dev {}", hub.name(place));
         let output = StepOutput::with_capacity(hub.limits());
         Builder::new().name(name).spawn(move || {
-            let _leaving = Leaving(hub.clone(), place);
-            Device { place, hub, mailbox, factory, held: None, output }.serve();
+            let mut device = Device { place, hub: hub.clone(), mailbox, factory, held: None, output };
+            // It goes before the device does: the others of a stage see that one is gone, and must not be heard first.
+            let _leaving = Leaving(hub, place);
+            device.serve();
         })
     }
 
-    fn serve(mut self) {
+    fn serve(&mut self) {
         while let Some(order) = self.mailbox.take() {
             match order {
                 Order::Clear => {
@@ -101,9 +103,9 @@ impl Device {
                     self.hub.cleared(self.place);
                 }
                 Order::Build(seat, collective) => {
-                    let epoch = seat.epoch;
+                    let build = seat.build;
                     let built = self.build(seat, collective);
-                    self.hub.built(self.place, epoch, built);
+                    self.hub.built(self.place, build, built);
                 }
                 Order::Run(parcel) => self.run(parcel),
             }
@@ -136,37 +138,34 @@ impl Device {
 
     fn run(&mut self, parcel: Parcel) {
         let Some(held) = self.held.as_mut().filter(|held| held.wants(&parcel)) else { return };
-        let (epoch, number) = (parcel.epoch, parcel.batch.step);
+        let (build, number) = (parcel.build, parcel.batch.step);
         let ran = held.run(&parcel, &mut self.output);
-        let given_up = held.seat.abort.is_aborted();
-        match (ran, &mut held.seat.duty) {
-            (Err(failure), _) => self.fail(epoch, number, failure),
-            (Ok(()), Duty::HandOn(link)) if !given_up => link.hand_on(&parcel.batch),
-            (Ok(()), Duty::Answer) => {
-                // Nobody reads the batch any more when the answer goes out: it can be filled anew.
-                drop(parcel);
-                self.hub.answer(epoch, number, &mut self.output);
-            }
-            (Ok(()), Duty::HandOn(_) | Duty::Nothing) => {}
+        let answers = matches!(held.seat.duty, Duty::Answer);
+        // When an answer goes out, nobody reads the batch any more: it can be filled anew.
+        drop(parcel);
+        match ran {
+            Err(failure) => self.fail(build, number, failure),
+            Ok(()) if answers => self.hub.answer(build, number, &mut self.output),
+            Ok(()) => {}
         }
     }
 
     /// Tells the group before anything is dropped: the other members see that this one is gone, and must not be the first
     /// to be heard.
-    fn fail(&mut self, epoch: u64, number: u64, failure: Failure) {
+    fn fail(&mut self, build: u64, number: u64, failure: Failure) {
         let fault = match &failure {
             Failure::Fault(fault) => fault.clone(),
             Failure::Panic(panic) if panic.is::<Aborted>() => DeviceError::Fault(Aborted.to_string()),
             Failure::Panic(panic) => DeviceError::Fault(said(&**panic)),
         };
-        self.hub.failed(self.place, epoch, number, fault);
+        self.hub.failed(self.place, build, number, fault);
     }
 }
 
 impl Held {
     /// Steps from before a fault are nobody's any more.
     fn wants(&self, parcel: &Parcel) -> bool {
-        parcel.epoch == self.seat.epoch && !self.seat.abort.is_aborted()
+        parcel.build == self.seat.build && !self.seat.abort.is_aborted()
     }
 
     fn run(&mut self, parcel: &Parcel, output: &mut StepOutput) -> Result<(), Failure> {
@@ -178,7 +177,12 @@ impl Held {
                 Duty::HandOn(link) => Some(link.room()),
                 Duty::Answer | Duty::Nothing => None,
             };
-            executor.run(&parcel.batch, Flow { from: parcel.carried.as_deref(), to }, output)
+            executor.run(&parcel.batch, Flow { from: parcel.carried.as_deref(), to }, output)?;
+            match &mut seat.duty {
+                Duty::HandOn(link) if !seat.abort.is_aborted() => link.hand_on(&parcel.batch),
+                Duty::HandOn(_) | Duty::Answer | Duty::Nothing => {}
+            }
+            Ok(())
         }));
         match ran {
             Ok(result) => result.map_err(Failure::Fault),
@@ -216,12 +220,12 @@ mod tests {
 
     #[test]
     fn a_gap_in_the_numbers_is_a_fault() {
-        let seat = Seat { epoch: 1, abort: Abort::new(), duty: Duty::Nothing };
+        let seat = Seat { build: 1, abort: Abort::new(), duty: Duty::Nothing };
         let mut held = Held { seat, executor: Box::new(Idle), next_step: None };
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = held.run(&Parcel { epoch: 1, batch, carried: None }, &mut output);
+            let ran = held.run(&Parcel { build: 1, batch, carried: None }, &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }
@@ -229,10 +233,10 @@ mod tests {
     #[test]
     fn what_is_left_of_an_epoch_that_is_over_is_not_run() {
         let abort = Abort::new();
-        let seat = Seat { epoch: 2, abort: abort.clone(), duty: Duty::Nothing };
+        let seat = Seat { build: 2, abort: abort.clone(), duty: Duty::Nothing };
         let held = Held { seat, executor: Box::new(Idle), next_step: None };
-        let parcel = |epoch| Parcel { epoch, batch: Arc::default(), carried: None };
-        assert_eq!([1, 2, 3].map(|epoch| held.wants(&parcel(epoch))), [false, true, false]);
+        let parcel = |build| Parcel { build, batch: Arc::default(), carried: None };
+        assert_eq!([1, 2, 3].map(|build| held.wants(&parcel(build))), [false, true, false]);
         abort.abort();
         assert!(!held.wants(&parcel(2)));
     }

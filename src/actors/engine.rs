@@ -9,7 +9,7 @@ mod report;
 pub use memory::available_memory;
 
 use super::conventions::{self, Conventions};
-use super::decode::{Confluence, Decode, DecodeConfig, Neighbours};
+use super::decode::{Decode, DecodeConfig, Neighbours};
 use super::device::Factory;
 use super::group::{Group, GroupConfig};
 use super::intake::Intake;
@@ -48,6 +48,8 @@ pub struct EngineSetup {
     pub limits: StepLimits,
     /// Width of the residual stream.
     pub width: usize,
+    /// Steps in flight, each of a part of the slots of its own; every part has one at least.
+    pub lanes: usize,
     /// How long the devices may go without an answer; `None` for ever.
     pub step_timeout: Option<Duration>,
     pub kv: KvPlan,
@@ -125,7 +127,8 @@ impl EngineSetup {
         );
         let context = context(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
-        let kv = memory::kv_plan(config, &limits, source, &partition)?;
+        let lanes = lanes(&scheduler, partition.stages.len());
+        let kv = memory::kv_plan(config, &limits, lanes, source, &partition)?;
         // No sequence outgrows the pool, and tables are made for the longest there can be.
         let own_pages = (kv.pages - 1).saturating_sub(memory::source_pages_min(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
@@ -162,6 +165,7 @@ impl EngineSetup {
             scheduler,
             limits,
             width,
+            lanes,
             step_timeout,
             kv,
             model,
@@ -180,9 +184,16 @@ pub async fn start(
     tokenizer: Arc<Tokenizer>,
     factories: Vec<Vec<Factory>>,
 ) -> Result<Engine> {
-    let names = setup.partition.names();
+    let (names, lanes, step_timeout) = (setup.partition.names(), setup.lanes, setup.step_timeout);
+    let gathering = match setup.scheduler.policy {
+        Policy::Window { window } => window,
+        Policy::Fused | Policy::Concurrent => Duration::ZERO,
+    };
+    let status = Arc::new(Status::new(gathering + step_timeout.unwrap_or_default(), lanes));
     let config = GroupConfig {
-        step_timeout: setup.step_timeout,
+        lanes,
+        step_timeout,
+        status: status.clone(),
         ..GroupConfig::new(names, setup.limits, setup.width)
     };
     let (group, built) = Group::start(factories, config).await?;
@@ -199,14 +210,8 @@ pub async fn start(
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
     telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
 
-    let gathering = match setup.scheduler.policy {
-        Policy::Window { window } => window,
-        Policy::Fused | Policy::Concurrent => Duration::ZERO,
-    };
-    let lanes = lanes(&setup.scheduler, &group);
-    let status = Arc::new(Status::new(gathering, lanes));
     let control = Arbiter::new();
-    let actors = start_control(&control, &setup, group.clone(), lanes, status.clone());
+    let actors = start_control(&control, &setup, group.clone(), status.clone());
     Ok(Engine {
         intake: IntakeHandle(actors.intake.clone().recipient()),
         status,
@@ -220,7 +225,7 @@ pub async fn start(
 }
 
 impl Engine {
-    /// Stops all actors and waits for the step that runs. Requests still in flight lose their streams.
+    /// Stops all actors and waits for the step that runs, though not for ever. Requests still in flight lose their streams.
     pub fn stop(self) {
         self.status.stop();
         // The control thread goes first, so that no step is sent to a device that is gone.
@@ -231,23 +236,17 @@ impl Engine {
 }
 
 /// How many lanes there are: each has a slot at least.
-fn lanes(scheduler: &SchedulerConfig, group: &Group) -> usize {
+fn lanes(scheduler: &SchedulerConfig, stages: usize) -> usize {
     let wanted = match scheduler.lanes {
-        Lanes::ByStages => group.lanes(),
+        Lanes::ByStages => stages,
         Lanes::Number(lanes) => lanes,
     };
     wanted.clamp(1, scheduler.slots)
 }
 
-fn start_control(
-    control: &Arbiter,
-    setup: &EngineSetup,
-    group: Arc<Group>,
-    lanes: usize,
-    status: Arc<Status>,
-) -> Actors {
+fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, status: Arc<Status>) -> Actors {
     let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, .. } = setup.scheduler;
-    let (limits, pages) = (setup.limits, setup.kv.pages);
+    let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
     let thread = control.handle();
     let kv = Kv::start_in_arbiter(&thread, move |_| {
         Kv::new(slots, lanes, shuffle, PagePool::new(pages, limits.page_positions))
@@ -265,7 +264,7 @@ fn start_control(
         prefill_forget: prefill.clone().recipient(),
         kv_turn: kv.clone().recipient(),
         kv_reset: kv.clone().recipient(),
-        devices: Confluence::new(group),
+        devices: group,
         status: status.clone(),
     };
     for lane in 0..lanes {

@@ -4,6 +4,8 @@
 //! the first of the last answers. So steps pass the stages in order, and several are under way at a time.
 //! Whatever befalls a member, an error, a panic, the end of its thread or a silence that lasts too long, gives the whole
 //! group up: every step under way gets the same error, and the group is built anew before the next one runs.
+//! A fault takes what the devices remember of all sequences, also of those that had no step under way. So a step says from
+//! which epoch of that memory on its sequences are in slots, and is refused when that is over.
 //! Invariant: a step is answered once, and only by a group that has been whole since what it goes on from was computed.
 
 pub(super) mod hub;
@@ -19,11 +21,13 @@ mod keeper;
 pub use keeper::Reports;
 
 use super::device::{Factory, Ran, Step};
+use super::status::Status;
 use anyhow::{Context, Result, ensure};
 use hub::Hub;
 use keeper::Keeper;
 use link::{Linking, Room};
 use mainstem_kernels::{DeviceError, StepLimits};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -37,10 +41,37 @@ pub struct GroupConfig {
     pub limits: StepLimits,
     /// Width of the residual stream, which goes from stage to stage.
     pub width: usize,
+    /// Steps that are on the devices at once, at most: as many as lanes. More wait.
+    pub lanes: usize,
     /// How long the group may go without an answer while it has steps; `None` for ever.
     pub step_timeout: Option<Duration>,
     /// How stages reach each other: [`link::local`] within a process.
     pub linking: Linking,
+    /// Who is told while the devices are built again.
+    pub status: Arc<Status>,
+}
+
+/// What the devices remember between two faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Epoch(pub u64);
+
+/// A step under way.
+pub type Running = Pin<Box<dyn Future<Output = Ran>>>;
+
+/// What runs steps, in the order in which they are sent.
+pub trait Devices: Send + Sync {
+    /// Sends off a step of sequences that are in slots from `epoch` on; fails when that is over. It is on its way when this
+    /// returns; what it gives is awaited.
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError>;
+
+    /// The epoch at hand.
+    fn epoch(&self) -> Epoch;
+
+    /// Fails when that epoch is over, and says what ended it.
+    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError>;
+
+    /// How many have a part in a step.
+    fn count(&self) -> usize;
 }
 
 /// The devices of a model: stages by layers, members by rank.
@@ -50,13 +81,22 @@ pub struct Group {
 }
 
 impl GroupConfig {
-    /// Devices of these names in one process, with all the time they want.
+    /// Devices of these names in one process, a step for each stage, with all the time they want.
     pub fn new(names: Vec<Vec<String>>, limits: StepLimits, width: usize) -> GroupConfig {
-        GroupConfig { names, limits, width, step_timeout: None, linking: Arc::new(link::local) }
+        let (lanes, status) = (names.len(), Arc::new(Status::new(Duration::ZERO, 0)));
+        GroupConfig {
+            names,
+            limits,
+            width,
+            lanes,
+            step_timeout: None,
+            linking: Arc::new(link::local),
+            status,
+        }
     }
 
     fn room(&self) -> Room {
-        Room { limits: self.limits, width: self.width }
+        Room { limits: self.limits, width: self.width, steps: self.lanes }
     }
 
     /// What the log calls it.
@@ -95,29 +135,7 @@ impl Group {
         }
     }
 
-    /// Stages, which is how many steps can be computed at once.
-    pub fn lanes(&self) -> usize {
-        self.hub.config().names.len()
-    }
-
-    /// Devices of all stages.
-    pub fn devices(&self) -> usize {
-        self.hub.config().names.iter().map(Vec::len).sum()
-    }
-
-    /// Numbers a step and sends it off. It is on its way when this returns, or waits for the devices; what it gives is
-    /// awaited. Any number of steps can be under way; they run in the order in which they were sent.
-    pub fn send(&self, step: Box<Step>) -> impl Future<Output = Ran> + use<> {
-        let answer = self.hub.take_in(step);
-        async move {
-            match answer.await {
-                Ok(ran) => ran,
-                Err(_) => Ran { step: Box::default(), result: Err(DeviceError::Fault(STOPPED.to_owned())) },
-            }
-        }
-    }
-
-    /// Ends the group, and waits for the steps that devices are in. Steps under way are not answered.
+    /// Ends the group, and waits for the steps that devices are in, though not for ever. Steps under way are not answered.
     pub fn stop(&self) {
         self.hub.stop();
         let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -125,6 +143,36 @@ impl Group {
             let _ = keeper.join();
         }
     }
+}
+
+/// Any number of steps can be sent; those that the devices have no place for wait, as they do for devices that are built.
+impl Devices for Group {
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError> {
+        let answer = self.hub.take_in(step, epoch)?;
+        Ok(Box::pin(async move {
+            match answer.await {
+                Ok(ran) => ran,
+                Err(_) => Ran { step: Box::default(), result: Err(DeviceError::Fault(STOPPED.to_owned())) },
+            }
+        }))
+    }
+
+    fn epoch(&self) -> Epoch {
+        self.hub.epoch()
+    }
+
+    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.hub.lasts(epoch)
+    }
+
+    fn count(&self) -> usize {
+        self.hub.config().names.iter().map(Vec::len).sum()
+    }
+}
+
+/// Bytes that a stage of so many members exchanges by, and hands on by if there is a next one.
+pub(super) fn stage_bytes(members: usize, next: Option<Room>) -> usize {
+    hub::exchange_bytes(members).saturating_add(next.map_or(0, |room| room.bytes()))
 }
 
 /// What a step gets from a group that is no more.

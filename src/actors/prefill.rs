@@ -62,11 +62,12 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// A lane starts afresh: chunks of sequences that had begun in it will not follow.
+/// A lane starts afresh: chunks of sequences that had begun in it will not follow, but of these.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct ForgetBegun {
     pub lane: usize,
+    pub but: Vec<Key>,
 }
 
 /// Answers the questions at hand, once whoever is ready in the same moment is in the line too: with nothing live, what
@@ -169,8 +170,8 @@ impl Handler<Ahead> for Prefill {
 impl Handler<ForgetBegun> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, ForgetBegun { lane }: ForgetBegun, _: &mut Self::Context) {
-        self.lanes[lane].forget();
+    fn handle(&mut self, ForgetBegun { lane, but }: ForgetBegun, _: &mut Self::Context) {
+        self.lanes[lane].forget(&but);
     }
 }
 

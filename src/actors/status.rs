@@ -17,8 +17,11 @@ pub struct Status {
     pub draining: AtomicBool,
     stopping: AtomicBool,
     failed: AtomicBool,
-    /// How long requests may gather before the decode loop is expected to turn.
-    gathering: Duration,
+    /// How long all may be well without a turn of the decode loop.
+    quiet: Duration,
+    /// Milliseconds after `started` when the devices, which are being built again, should be back; `NOT_AWAY` while they
+    /// are there.
+    back_ms: AtomicU64,
     /// Milliseconds after `started` when work last came where there was none.
     came_ms: AtomicU64,
     lanes: Vec<Lane>,
@@ -33,10 +36,13 @@ struct Lane {
     works: AtomicBool,
 }
 
+/// The devices are there.
+const NOT_AWAY: u64 = u64::MAX;
+
 impl Status {
-    /// Nothing in flight in so many lanes. `gathering`: how long requests may gather before the decode loop is expected
-    /// to turn; the window of that policy, else zero.
-    pub fn new(gathering: Duration, lanes: usize) -> Status {
+    /// Nothing in flight in so many lanes. `quiet`: how long all may be well without a turn of the decode loop: while
+    /// requests gather, and while a step takes the time that it may take.
+    pub fn new(quiet: Duration, lanes: usize) -> Status {
         Status {
             started: Instant::now(),
             waiting: AtomicUsize::new(0),
@@ -44,7 +50,8 @@ impl Status {
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            gathering,
+            quiet,
+            back_ms: AtomicU64::new(NOT_AWAY),
             came_ms: AtomicU64::new(0),
             lanes: (0..lanes).map(|_| Lane::default()).collect(),
         }
@@ -64,6 +71,16 @@ impl Status {
         lane.works.store(false, Ordering::Relaxed);
     }
 
+    /// The devices are built again, which may take that long.
+    pub fn away_for(&self, time: Duration) {
+        self.back_ms.store(self.now_ms() + time.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// They are there, or could not be built, of which who waited for them has heard.
+    pub fn back(&self) {
+        self.back_ms.store(NOT_AWAY, Ordering::Relaxed);
+    }
+
     /// Intake's counts. Work that comes where there was none starts the clock anew.
     pub fn count(&self, waiting: usize, running: usize) {
         if self.pending() == 0 && waiting + running > 0 {
@@ -74,8 +91,12 @@ impl Status {
     }
 
     /// How long requests have been in flight without a turn of the lane that has them; where no lane has any, without a
-    /// turn of whichever turned last.
+    /// turn of whichever turned last. While the devices are built again, how much longer that takes than it may.
     pub fn stalled_for(&self) -> Duration {
+        let back = self.back_ms.load(Ordering::Relaxed);
+        if back != NOT_AWAY {
+            return self.started.elapsed().saturating_sub(Duration::from_millis(back));
+        }
         if self.pending() == 0 {
             return Duration::ZERO;
         }
@@ -83,7 +104,7 @@ impl Status {
         let working = self.lanes.iter().filter(|lane| lane.works.load(Ordering::Relaxed)).map(beat).min();
         let turned = working.or_else(|| self.lanes.iter().map(beat).max()).unwrap_or(0);
         let since = Duration::from_millis(turned.max(self.came_ms.load(Ordering::Relaxed)));
-        self.started.elapsed().saturating_sub(since).saturating_sub(self.gathering)
+        self.started.elapsed().saturating_sub(since).saturating_sub(self.quiet)
     }
 
     fn now_ms(&self) -> u64 {
@@ -164,8 +185,24 @@ mod tests {
         assert!(status.stalled_for() >= Duration::from_secs(99), "but nobody turns");
     }
 
+    /// Whether anybody waits for them or not: there is nothing to serve with.
     #[test]
-    fn gathering_is_no_silence() {
+    fn devices_that_are_built_again_have_their_time_for_it() {
+        let mut status = Status::new(Duration::ZERO, 1);
+        status.count(0, 1);
+        status.beat(0);
+        status.away_for(Duration::from_secs(60));
+        old_by(&mut status, Duration::from_secs(50));
+        assert_eq!(status.stalled_for(), Duration::ZERO);
+        old_by(&mut status, Duration::from_secs(50));
+        status.beat(0);
+        assert!(status.stalled_for() >= Duration::from_secs(39), "who is turned away is no sign of life");
+        status.back();
+        assert!(status.stalled_for() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn what_may_take_its_time_is_no_silence() {
         let mut status = Status::new(Duration::from_secs(60), 1);
         status.count(0, 1);
         old_by(&mut status, Duration::from_secs(50));

@@ -11,11 +11,11 @@ use super::flags::PartitionFlags;
 use super::start::measure;
 use super::{spinner, start};
 use crate::config::{
-    Config, ConfigError, DeviceConfig, DeviceName, Groups, Overrides, Source, bytes_of, duration_of,
+    Config, ConfigError, DeviceConfig, DeviceName, Overrides, Source, bytes_of, duration_of, spelled,
 };
 use crate::planner::hardware::v100x4;
 use crate::planner::strategies::{self, Strategy, strategies};
-use crate::planner::{Forecast, Hardware, Load, Place, Refusal, forecast, split};
+use crate::planner::{Device, Forecast, Hardware, Link, Load, Place, Refusal, forecast, split};
 use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
@@ -23,9 +23,6 @@ use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use subject::Subject;
-
-/// Devices to plan for when nobody says.
-const DEVICES: &str = "0;1;2;3";
 
 /// Compare ways to divide a model among devices.
 ///
@@ -36,8 +33,8 @@ const DEVICES: &str = "0;1;2;3";
 #[command(after_help = "\
 Examples:
   mainstem plan --partition                               the demo model on four devices of this machine
-  mainstem plan --partition path/to/model --devices 0;1
-  mainstem plan --partition --shape 8B --devices 0&1;2 --layers 24,8 --json
+  mainstem plan --partition path/to/model --devices \"0;1\"
+  mainstem plan --partition --shape 8B --devices \"0&1;2\" --layers 24,8 --json
   mainstem plan --partition --shape falcon-40b --hardware v100x4
   mainstem plan --partition --shape 7B --hardware my-machine.toml --link-latency 20us")]
 pub struct PlanArgs {
@@ -103,7 +100,7 @@ struct Asked {
     link_bandwidth: Option<f64>,
     batch: usize,
     context: usize,
-    /// Somebody configured more than one device.
+    /// The devices are as somebody said.
     is_said: bool,
     json: bool,
 }
@@ -114,13 +111,9 @@ impl PlanArgs {
         flags.set("model.path", self.model);
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
+        let is_said = self.devices.says_which();
         self.devices.add_to(&mut flags);
-        let mut config = Config::of_process(self.config.as_deref(), flags.clone())?;
-        let is_said = config.device.devices().count() > 1;
-        if !is_said {
-            flags.set("device.groups", Some(DEVICES));
-            config = Config::of_process(self.config.as_deref(), flags)?;
-        }
+        let (config, is_said) = with_several(self.config.as_deref(), flags, is_said)?;
         let latency = self.link_latency.map(|text| duration_of(&text)).transpose();
         let latency = latency.map_err(|reason| usage("--link-latency", &reason))?;
         let speed = |text: String| bytes_of(text.strip_suffix("/s").unwrap_or(&text));
@@ -178,18 +171,32 @@ struct Model {
     weight_bytes: f64,
 }
 
-/// Speeds in bytes and operations per second.
+/// The devices are in the order of `--devices`.
 #[derive(Serialize)]
 struct Machine {
     name: String,
-    devices: usize,
+    devices: Vec<DeviceFigures>,
+    /// Bytes per second; null where devices do not share a memory.
+    bandwidth_together: Option<f64>,
+    /// Between the members of a stage, and from one stage to the next.
+    within: LinkFigures,
+    between: LinkFigures,
+}
+
+/// Speeds in bytes and operations per second.
+#[derive(Serialize)]
+struct DeviceFigures {
+    device: String,
     bandwidth: f64,
     flops: f64,
     op_us: f64,
-    /// Null where devices do not share a memory.
-    bandwidth_together: Option<f64>,
-    link_latency_us: f64,
-    link_bandwidth: f64,
+}
+
+/// In bytes per second.
+#[derive(PartialEq, Serialize)]
+struct LinkFigures {
+    latency_us: f64,
+    bandwidth: f64,
 }
 
 /// One way to divide it.
@@ -226,29 +233,35 @@ impl Plan {
         let subject = Subject::of(asked.shape.as_deref(), &config)?;
         let hardware = asked.hardware(&config.device)?;
         let planner = Planner { subject: &subject, hardware: &hardware, asked, config: &config.device };
-        let link = hardware.within;
-        let device = hardware.device(0);
-        let bandwidth = hardware.together.bandwidth;
         Ok(Plan {
             model: Model {
                 name: one_line(&subject.shape.name).into_owned(),
                 layers: subject.shape.layers(),
-                weight_bytes: subject.shape.units().iter().map(|part| part.stored).sum(),
+                weight_bytes: subject.shape.stored(),
             },
             batch: asked.batch,
             context: asked.context,
             partitions: planner.partitions(),
-            hardware: Machine {
-                devices: config.device.devices().count(),
-                bandwidth: device.bandwidth,
-                flops: device.flops,
-                op_us: device.op_seconds * 1e6,
-                bandwidth_together: bandwidth.is_finite().then_some(bandwidth),
-                link_latency_us: link.latency * 1e6,
-                link_bandwidth: link.bandwidth,
-                name: hardware.name,
-            },
+            hardware: Machine::of(&hardware, &config.device),
         })
+    }
+}
+
+impl Machine {
+    fn of(hardware: &Hardware, config: &DeviceConfig) -> Machine {
+        let device = |(number, name): (usize, &DeviceName)| {
+            let Device { bandwidth, flops, op_seconds, .. } = hardware.device(number);
+            DeviceFigures { device: name.to_string(), bandwidth, flops, op_us: op_seconds * 1e6 }
+        };
+        let link = |link: Link| LinkFigures { latency_us: link.latency * 1e6, bandwidth: link.bandwidth };
+        let together = hardware.together.bandwidth;
+        Machine {
+            name: hardware.name.clone(),
+            devices: config.devices().enumerate().map(device).collect(),
+            bandwidth_together: together.is_finite().then_some(together),
+            within: link(hardware.within),
+            between: link(hardware.between),
+        }
     }
 }
 
@@ -265,10 +278,10 @@ impl Planner<'_> {
         let devices: Vec<DeviceName> = self.config.devices().copied().collect();
         let even = strategies(&devices);
         let is_configured = |strategy: &Strategy| {
-            self.asked.is_said && self.is_left_open() && strategy.groups == self.config.groups
+            self.asked.is_said && self.config.is_left_open() && strategy.groups == self.config.groups
         };
         let planned = |strategy: &Strategy| {
-            let config = left_open(self.config, &strategy.groups);
+            let config = self.config.regrouped(&strategy.groups);
             self.planned(strategy.name, &config, is_configured(strategy))
         };
         let mut all: Vec<Planned> = even.iter().map(planned).collect();
@@ -278,13 +291,8 @@ impl Planner<'_> {
         all
     }
 
-    /// Whether layers and shares are left to the program.
-    fn is_left_open(&self) -> bool {
-        self.config.layers.is_empty() && self.config.shares.iter().flatten().all(|share| *share == 1)
-    }
-
     fn planned(&self, strategy: &'static str, config: &DeviceConfig, configured: bool) -> Planned {
-        let devices = in_short(&config.groups);
+        let devices = spelled(&config.groups);
         match self.figures(config) {
             Ok(figures) => Planned { strategy, devices, configured, refused: None, figures: Some(figures) },
             Err(refusal) => {
@@ -330,16 +338,23 @@ impl Figures {
     }
 }
 
-/// The same devices in other groups, with layers and shares left to the program.
-pub fn left_open(config: &DeviceConfig, groups: &Groups) -> DeviceConfig {
-    let shares = groups.iter().map(|stage| vec![1; stage.len()]).collect();
-    DeviceConfig { groups: groups.clone(), layers: Vec::new(), shares, ..config.clone() }
+/// The configuration; with four devices where no flag `says_which` and no more than one is configured. Whether somebody
+/// said which, too.
+pub fn with_several(
+    file: Option<&Path>,
+    mut flags: Overrides,
+    says_which: bool,
+) -> Result<(Config, bool), ConfigError> {
+    let config = Config::of_process(file, flags.clone())?;
+    if says_which || config.device.devices().count() > 1 {
+        return Ok((config, true));
+    }
+    // Counts that are for one device are not for these.
+    for (key, value) in [("device.groups", DEVICES), ("device.layers", ""), ("device.shares", "")] {
+        flags.set(key, Some(value));
+    }
+    Ok((Config::of_process(file, flags)?, false))
 }
 
-/// By numbers alone.
-pub fn in_short(groups: &Groups) -> String {
-    let stage = |members: &Vec<DeviceName>| {
-        members.iter().map(|device| device.number.to_string()).collect::<Vec<_>>().join("&")
-    };
-    groups.iter().map(stage).collect::<Vec<_>>().join(";")
-}
+/// Devices to compare when nobody says.
+const DEVICES: &str = "0;1;2;3";

@@ -81,48 +81,53 @@ fn nearest(text: &str, kinds: &[DeviceKind]) -> String {
 
 fn check_named_once(groups: &Groups) -> Result<(), String> {
     let mut seen = Vec::new();
-    let mut twice = None;
-    let mut once = groups.clone();
-    for stage in &mut once {
-        stage.retain(|device| {
-            let is_new = !seen.contains(device);
-            seen.push(*device);
-            twice = twice.or((!is_new).then_some(*device));
-            is_new
-        });
+    for device in groups.iter().flatten() {
+        if seen.contains(device) {
+            return Err(format!("{device} is there twice; {}", nearest_groups(groups)));
+        }
+        seen.push(*device);
     }
-    once.retain(|stage| !stage.is_empty());
-    match twice {
-        None => Ok(()),
-        Some(device) => Err(format!("{device} is there twice; the nearest possible is {}", spelled(&once))),
-    }
+    Ok(())
 }
 
 /// The members of a stage add up each other's numbers, so they must be made alike; and what computes nothing cannot hand
 /// anything on to what does.
 fn check_kinds(groups: &Groups) -> Result<(), String> {
+    let all = || groups.iter().flatten();
+    if let (Some(fake), Some(real)) = (all().find(is_fake), all().find(|device| !is_fake(device))) {
+        let nearest = nearest_groups(groups);
+        return Err(format!("{fake} computes nothing that {real} could go on with; {nearest}"));
+    }
     for stage in groups {
         if let Some(other) = stage.iter().find(|device| device.kind != stage[0].kind) {
-            let apart: Groups = groups.iter().flat_map(|stage| by_kind(stage)).collect();
             return Err(format!(
-                "{} and {other} are in one stage, whose devices must be of one kind; the nearest possible is {}",
+                "{} and {other} are in one stage, whose devices must be of one kind; {}",
                 stage[0],
-                spelled(&apart)
+                nearest_groups(groups)
             ));
         }
     }
-    let is_fake = |device: &&DeviceName| matches!(device.kind, DeviceKind::Fake { .. });
-    let all = || groups.iter().flatten();
-    match (all().find(is_fake), all().find(|device| !is_fake(device))) {
-        (Some(fake), Some(real)) => {
-            let real_ones: Groups = groups.iter().filter(|stage| !is_fake(&&stage[0])).cloned().collect();
-            let nearest = spelled(&real_ones);
-            Err(format!(
-                "{fake} computes nothing that {real} could go on with; the nearest possible is {nearest}"
-            ))
-        }
-        _ => Ok(()),
-    }
+    Ok(())
+}
+
+fn is_fake(device: &&DeviceName) -> bool {
+    matches!(device.kind, DeviceKind::Fake { .. })
+}
+
+/// In words: the groups with each device once, fake ones only among themselves, and a stage for each kind.
+fn nearest_groups(groups: &Groups) -> String {
+    let only_fake = groups.iter().flatten().all(|device| is_fake(&device));
+    let mut seen = Vec::new();
+    let mut can_be = |device: &DeviceName| {
+        let can_be = !seen.contains(device) && (only_fake || !is_fake(&device));
+        seen.push(*device);
+        can_be
+    };
+    let stages = groups
+        .iter()
+        .map(|stage| -> Vec<DeviceName> { stage.iter().copied().filter(|device| can_be(device)).collect() });
+    let nearest: Groups = stages.flat_map(|stage| by_kind(&stage)).collect();
+    format!("the nearest possible is {}", spelled(&nearest))
 }
 
 /// The stage as one for each kind.
@@ -156,18 +161,14 @@ pub(super) fn layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, Strin
     Ok(layers)
 }
 
-/// How much of a stage each member takes; all the same where nothing is said.
+/// How much of a stage each member takes; empty where that is the same for all.
 pub(super) fn shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, String> {
-    let stages = stages(value)?;
-    let equal: Vec<Vec<u32>> = groups.iter().map(|stage| vec![1; stage.len()]).collect();
-    if stages.is_empty() {
-        return Ok(equal);
-    }
     let share = |text: &String| whole(text).map(|share| share as u32);
-    let shares = stages.iter().map(|stage| stage.iter().map(share).collect());
+    let shares = stages(value)?.into_iter().map(|stage| stage.iter().map(share).collect());
     let shares = shares.collect::<Result<Vec<Vec<u32>>, String>>()?;
     let sizes = |lists: &[Vec<u32>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
-    match sizes(&shares) == sizes(&equal) {
+    let equal: Vec<Vec<u32>> = groups.iter().map(|stage| vec![1; stage.len()]).collect();
+    match shares.is_empty() || sizes(&shares) == sizes(&equal) {
         true => Ok(shares),
         false => Err(format!(
             "does not fit the devices of device.groups ({}); the nearest possible is {equal:?}",

@@ -216,9 +216,9 @@ pub enum KvSize {
 pub struct DeviceConfig {
     /// At least one stage, each with at least one member.
     pub groups: Groups,
-    /// Layers of each stage, encoder's and decoder's together; empty is by speed and memory.
+    /// Layers of each stage, encoder's and decoder's together; empty is by speed, and memory where devices have their own.
     pub layers: Vec<usize>,
-    /// How much of its stage each member takes, in proportion; at least 1.
+    /// How much of its stage each member takes, in proportion; at least 1. Empty is the same for all.
     pub shares: Vec<Vec<u32>>,
     pub experts: Experts,
     /// How long the group may take for a step; `None` is as long as it takes.
@@ -232,6 +232,21 @@ impl DeviceConfig {
     /// All devices, stage by stage.
     pub fn devices(&self) -> impl Iterator<Item = &DeviceName> {
         self.groups.iter().flatten()
+    }
+
+    /// How much each member of a stage takes, in proportion.
+    pub fn shares_of(&self, stage: usize) -> Vec<u32> {
+        self.shares.get(stage).cloned().unwrap_or_else(|| vec![1; self.groups[stage].len()])
+    }
+
+    /// The same devices in other groups, with layers and shares left to the program.
+    pub fn regrouped(&self, groups: &[Vec<DeviceName>]) -> DeviceConfig {
+        DeviceConfig { groups: groups.to_vec(), layers: Vec::new(), shares: Vec::new(), ..self.clone() }
+    }
+
+    /// Whether layers and shares are as they would be if nothing was said of them.
+    pub fn is_left_open(&self) -> bool {
+        self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
     }
 }
 
@@ -576,7 +591,7 @@ mod tests {
             device: DeviceConfig {
                 groups: vec![vec![DeviceName { kind: DeviceKind::Cpu, number: 0 }]],
                 layers: vec![],
-                shares: vec![vec![1]],
+                shares: vec![],
                 experts: Experts::Column,
                 step_timeout: None,
                 threads: cores(),

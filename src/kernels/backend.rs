@@ -45,7 +45,9 @@ pub trait Backend: Send + 'static {
     /// Name, instruction set and threads, for the start report.
     fn describe(&self) -> String;
 
-    /// Takes the device's place among those of its stage. Until then it is alone in one.
+    /// Takes the device's place among those of its stage. Until then it is alone in one. Where buffers are the host's, sums
+    /// go through `stage`; a device with other memory makes its own way to the others here, and speaks to them over `stage`
+    /// until it has one.
     fn join(&mut self, stage: Box<dyn Collective>);
 
     /// The device's rank in its stage, and how many members that has.

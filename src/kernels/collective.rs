@@ -1,7 +1,10 @@
 //! What the members of a stage exchange: sums, and columns side by side.
 //!
-//! Each member holds the same rows of the residual stream and a part of the weights. A message is a run of numbers,
-//! so that threads of one process, processes (MPI) and GPUs (NCCL) can all be behind this door.
+//! Each member holds the same rows of the residual stream and a part of the weights. A message is a run of numbers in the
+//! host's memory, and no other memory is shared: threads of one process can be behind this door, and processes of several
+//! (MPI). A device with memory of its own adds up where its numbers are, by what its kind has for that (NCCL): its door is
+//! [`crate::Backend::reduce`], and of this one it needs who the members are and one exchange, over which they agree on
+//! theirs.
 //! Invariant: members call the same operations in the same order with the same sizes, and get the same bits, which do not
 //! depend on who came first.
 
@@ -23,7 +26,7 @@ pub trait Collective: Send {
     /// x = the sum of all members' x, added in the order of their ranks.
     fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted>;
 
-    /// all (rows, sum of `widths`) = everybody's own (rows, widths\[rank\]), side by side by rank.
+    /// all (rows, sum of `widths`) = everybody's own (rows, widths\[rank\]), side by side by rank, bit for bit.
     fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted>;
 }
 

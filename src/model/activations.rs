@@ -85,16 +85,6 @@ pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
 }
 
-/// Numbers of the largest exchange between the members of a stage of that model: a sum of rows, all heads of queries, or
-/// logits.
-pub fn exchange_numbers(whole: &ModelSpec, limits: &StepLimits) -> usize {
-    let w = Widths::of(whole);
-    let layers = whole.stacks().flat_map(|stack| &stack.layers);
-    let normed = layers.map(|layer| &layer.attention).filter(|attention| attention.norms_all_heads());
-    let heads = normed.map(AttentionSpec::q_width).max().unwrap_or(0);
-    (limits.rows * w.stream.max(heads)).max(limits.logit_rows * w.vocab)
-}
-
 /// The widest of everything.
 struct Widths {
     hidden: usize,

@@ -1,8 +1,8 @@
 //! From a checkpoint's tensors to a model in a device's memory.
 //!
 //! Invariant: a matrix keeps the number format it is stored in, a vector becomes F32, a matrix that embeddings and heads
-//! share is loaded once, and what was loaded is recorded piece by piece. Of the weights never more than one piece has a copy
-//! beside the device's.
+//! share is loaded once, and what was loaded is recorded piece by piece. Of a device's weights never more than one piece has
+//! a copy beside the device's; devices of a group load at the same time.
 
 use super::distance;
 use super::pieces::{self, Taken};

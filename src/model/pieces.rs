@@ -1,8 +1,9 @@
 //! Parts of stored tensors: rows picked from fused ones, planes of stacked ones, matrices stored the other way round, and of
 //! each what one member of a stage wants.
 //!
-//! Invariant: numbers that lie together are not copied; of others, one piece is in memory at a time, and of that only what
-//! is wanted. What is not wanted is not read.
+//! Invariant: numbers that lie together are not copied, and what is not wanted of them is not read; of others, one piece is
+//! in memory at a time, and of that only what is wanted. But a tensor whose numbers the file has in another order or type is
+//! made whole before anything is taken of it.
 
 use super::load::TensorRecord;
 use super::spec::{Part, Piece};

@@ -33,6 +33,7 @@ pub fn step_major<B: Backend>(
     act: &mut Activations<B::Buf>,
     mut traffic: Traffic,
 ) {
+    check_tokens(traffic.batch, model.spec.vocab);
     b.begin(traffic.batch);
     for cache in caches.own.iter_mut() {
         b.copy_pages(&traffic.batch.copies, cache);
@@ -49,6 +50,12 @@ pub fn step_major<B: Backend>(
     if rows > 0 {
         decode(b, model, caches.own, rows, act, &mut traffic);
     }
+}
+
+/// No member of a stage can know by itself whether a token that it has no row for is another's.
+fn check_tokens(batch: &StepBatch, vocab: usize) {
+    let foreign = batch.tokens.iter().find(|token| **token as usize >= vocab);
+    assert_eq!(foreign, None, "a token beyond the {vocab} there are; this is a bug");
 }
 
 /// The encoder's rows, through its layers if some are here, and into what the decoder's remember of them.

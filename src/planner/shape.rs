@@ -7,7 +7,7 @@ use crate::model::spec::{
 };
 use mainstem_kernels::QuantType;
 use std::iter::Sum;
-use std::ops::{Add, Mul};
+use std::ops::{Add, Mul, Range};
 
 /// What a part of a model takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -18,6 +18,8 @@ pub struct Part {
     pub read: f64,
     /// Bytes that each row reads beside: the experts it is sent to.
     pub read_per_row: f64,
+    /// Bytes that a step reads at most, however many its rows: of experts all, of a table that is looked up none.
+    pub read_max: f64,
     /// Multiplications of a row with weights.
     pub macs: f64,
     /// Multiplications of a row with each position before it.
@@ -38,6 +40,7 @@ impl Add for Part {
             stored: self.stored + other.stored,
             read: self.read + other.read,
             read_per_row: self.read_per_row + other.read_per_row,
+            read_max: self.read_max + other.read_max,
             macs: self.macs + other.macs,
             macs_per_position: self.macs_per_position + other.macs_per_position,
             kv: self.kv + other.kv,
@@ -62,6 +65,7 @@ impl Mul<f64> for Part {
             stored: self.stored * share,
             read: self.read * share,
             read_per_row: self.read_per_row * share,
+            read_max: self.read_max * share,
             macs: self.macs * share,
             macs_per_position: self.macs_per_position * share,
             kv: self.kv * share,
@@ -73,7 +77,29 @@ impl Mul<f64> for Part {
 impl Part {
     /// Bytes of weights that a step of so many rows reads.
     pub fn bytes_read(&self, rows: f64) -> f64 {
-        (self.read + self.read_per_row * rows).min(self.stored)
+        (self.read + self.read_per_row * rows).min(self.read_max)
+    }
+}
+
+/// A layer, with what stands before or behind it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Unit {
+    /// What the members of a stage divide among them.
+    pub divided: Part,
+    /// K and V, from their projections to the cache: of a KV head, each member that needs it has all.
+    pub of_kv: Part,
+    /// The least share of those that a member can have: one head's.
+    pub kv_least: f64,
+}
+
+impl Unit {
+    pub fn whole(&self) -> Part {
+        self.divided + self.of_kv
+    }
+
+    /// That of a member with that share of its stage.
+    pub fn of_member(&self, share: f64) -> Part {
+        self.divided * share + self.of_kv * share.max(self.kv_least)
     }
 }
 
@@ -89,6 +115,18 @@ pub struct ModelShape {
     /// The encoder's, if there is one, then the decoder's.
     pub encoder: Option<StackShape>,
     pub decoder: Option<StackShape>,
+    /// Tables that several units have alike, such as an embedding that is the head too.
+    pub tables: Vec<Table>,
+}
+
+/// One that two units have, which a device with both holds once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Table {
+    /// From the one to the other.
+    pub first: usize,
+    pub last: usize,
+    /// Bytes.
+    pub stored: f64,
 }
 
 /// A stack of layers.
@@ -96,7 +134,7 @@ pub struct ModelShape {
 pub struct StackShape {
     /// Before the first layer.
     pub embedding: Part,
-    pub layers: Vec<Part>,
+    pub layers: Vec<Unit>,
     /// Behind the last one.
     pub head: Part,
 }
@@ -113,6 +151,8 @@ pub struct Uniform {
     /// Whether the feed-forward network has a gate.
     pub gated: bool,
     pub vocab: usize,
+    /// Whether the head's matrix is the embedding's.
+    pub tied: bool,
     pub weights: QuantType,
     pub kv: QuantType,
 }
@@ -127,6 +167,7 @@ pub const FALCON_40B: Uniform = Uniform {
     ffn: 4 * 8192,
     gated: false,
     vocab: 65_024,
+    tied: true,
     weights: QuantType::F16,
     kv: QuantType::F16,
 };
@@ -147,24 +188,25 @@ impl ModelShape {
             heads: spec.last_stack().layers.first().map_or(0, |layer| layer.attention.heads),
             encoder: spec.encoder.as_ref().map(|stack| sizes.stack(stack)),
             decoder: spec.decoder.as_ref().map(|stack| sizes.stack(stack)),
+            tables: sizes.tables(spec),
         }
     }
 
-    /// A decoder of equal layers. Norms and biases are left out, and the head's matrix is the embedding's.
+    /// A decoder of equal layers. Norms and biases are left out.
     pub fn uniform(name: &str, of: &Uniform) -> ModelShape {
         let (q, kv) = (of.heads * of.head_dim, of.kv_heads * of.head_dim);
-        let matrices = of.hidden * (2 * q + 2 * kv + (2 + usize::from(of.gated)) * of.ffn);
-        let layer = Part {
+        let matrices = of.hidden * (2 * q + (2 + usize::from(of.gated)) * of.ffn);
+        let divided = Part {
             macs_per_position: 2.0 * q as f64,
-            kv: bytes(of.kv, 2 * kv),
             ops: LAYER_OPS,
             sums: 2.0,
             ..matrix(of.weights, matrices)
         };
+        let of_kv = Part { kv: bytes(of.kv, 2 * kv), ..matrix(of.weights, of.hidden * 2 * kv) };
+        let layer = Unit { divided, of_kv, kv_least: 1.0 / of.kv_heads as f64 };
         let table = matrix(of.weights, of.vocab * of.hidden);
-        let embedding = Part { read: 0.0, macs: 0.0, ops: 1.0, sums: 1.0, ..table };
-        let decoder =
-            StackShape { embedding, layers: vec![layer; of.layers], head: Part { ops: 2.0, ..table } };
+        let (embedding, head) = (looked_up(table), Part { ops: 2.0, ..table });
+        let decoder = StackShape { embedding, layers: vec![layer; of.layers], head };
         ModelShape {
             name: name.to_owned(),
             hidden: of.hidden,
@@ -172,6 +214,11 @@ impl ModelShape {
             heads: of.heads,
             encoder: None,
             decoder: Some(decoder),
+            tables: Vec::from_iter(of.tied.then_some(Table {
+                first: 0,
+                last: of.layers - 1,
+                stored: table.stored,
+            })),
         }
     }
 
@@ -185,15 +232,27 @@ impl ModelShape {
     }
 
     /// Every layer with what stands before or behind it, which goes where the layer goes.
-    pub fn units(&self) -> Vec<Part> {
-        let mut units = Vec::new();
+    pub fn units(&self) -> Vec<Unit> {
+        let mut units: Vec<Unit> = Vec::new();
         for stack in self.encoder.iter().chain(&self.decoder) {
             let (first, last) = (units.len(), units.len() + stack.layers.len() - 1);
             units.extend(&stack.layers);
-            units[first] = units[first] + stack.embedding;
-            units[last] = units[last] + stack.head;
+            units[first].divided = units[first].divided + stack.embedding;
+            units[last].divided = units[last].divided + stack.head;
         }
         units
+    }
+
+    /// Bytes of the weights that `units` have twice and a device holds once.
+    pub fn stored_twice(&self, units: &Range<usize>) -> f64 {
+        let both = |table: &&Table| units.contains(&table.first) && units.contains(&table.last);
+        self.tables.iter().filter(both).map(|table| table.stored).sum()
+    }
+
+    /// Bytes of all weights.
+    pub fn stored(&self) -> f64 {
+        let units = self.units();
+        units.iter().map(|unit| unit.whole().stored).sum::<f64>() - self.stored_twice(&(0..units.len()))
     }
 }
 
@@ -208,13 +267,23 @@ fn bytes(ty: QuantType, numbers: usize) -> f64 {
 /// A matrix that every row is multiplied with.
 fn matrix(ty: QuantType, numbers: usize) -> Part {
     let stored = bytes(ty, numbers);
-    Part { stored, read: stored, macs: numbers as f64, ..Part::default() }
+    Part { stored, read: stored, read_max: stored, macs: numbers as f64, ..Part::default() }
+}
+
+/// A matrix of which each row takes one of its own.
+fn looked_up(table: Part) -> Part {
+    Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 1.0, sums: 1.0, ..table }
 }
 
 /// Numbers that are kept in single precision and cost nothing else.
 fn vector(numbers: usize) -> Part {
     let stored = bytes(QuantType::F32, numbers);
-    Part { stored, read: stored, ..Part::default() }
+    Part { stored, read: stored, read_max: stored, ..Part::default() }
+}
+
+/// K and V of a source, which are made once: no step of a token does it again.
+fn made_once(products: Part) -> Part {
+    Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 0.0, ..products }
 }
 
 /// How the tensors and the cache are stored.
@@ -225,35 +294,67 @@ struct Sizes<'a> {
 
 impl Sizes<'_> {
     fn stack(&self, stack: &StackSpec) -> StackShape {
-        let table = |piece: &Piece| matrix((self.stored)(piece), piece.shape.iter().product());
-        let looked_up = |piece: &Piece| Part { read: 0.0, macs: 0.0, ops: 1.0, sums: 1.0, ..table(piece) };
         let embedding = stack.embedding.as_ref();
-        let embedding = embedding.map_or(Part::default(), |embedding| looked_up(&embedding.table));
+        let embedding =
+            embedding.map_or(Part::default(), |embedding| looked_up(self.table(&embedding.table)));
         let head = stack.head.as_ref().map_or(Part::default(), |head| {
             let bias = head.bias.as_ref().map_or(0, |bias| bias.shape.iter().product());
-            Part { ops: 2.0, ..table(&head.table) + vector(bias) }
+            Part { ops: 2.0, ..self.table(&head.table) + vector(bias) }
         });
         StackShape { embedding, layers: stack.layers.iter().map(|layer| self.layer(layer)).collect(), head }
     }
 
-    fn layer(&self, layer: &LayerSpec) -> Part {
-        let cross = layer.cross.as_ref();
-        let attention = self.attention(&layer.attention) + norms(&layer.attention_norms);
-        let cross = cross.map_or(Part::default(), |(around, cross)| self.attention(cross) + norms(around));
-        attention + cross + self.mlp(&layer.mlp) + norms(&layer.mlp_norms)
+    fn table(&self, piece: &Piece) -> Part {
+        matrix((self.stored)(piece), piece.shape.iter().product())
     }
 
-    fn attention(&self, of: &AttentionSpec) -> Part {
-        let products: Part = [&of.q, &of.k, &of.v, &of.o].map(|linear| self.linear(linear)).into_iter().sum();
+    /// Every table that stands in one unit and then in a further one, as the model's loading shares them: by name.
+    fn tables(&self, spec: &ModelSpec) -> Vec<Table> {
+        let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &Piece)>::new(), 0);
+        for stack in spec.encoder.iter().chain(&spec.decoder) {
+            let (first, last) = (at, at + stack.layers.len() - 1);
+            at = last + 1;
+            let embedding = stack.embedding.as_ref().map(|embedding| (first, &embedding.table));
+            // Rows that are brought to length 1 are the head's own.
+            let head = stack.head.as_ref().filter(|head| !head.normalised).map(|head| (last, &head.table));
+            for (unit, piece) in embedding.into_iter().chain(head) {
+                let stored = self.table(piece).stored;
+                let before = seen.iter().rev().find(|(_, other)| other.name == piece.name);
+                tables.extend(before.map(|(first, _)| Table { first: *first, last: unit, stored }));
+                seen.push((unit, piece));
+            }
+        }
+        tables
+    }
+
+    fn layer(&self, layer: &LayerSpec) -> Unit {
+        let own = self.attention(&layer.attention);
+        let around = norms(&layer.attention_norms) + self.mlp(&layer.mlp) + norms(&layer.mlp_norms);
+        let cross = layer.cross.as_ref().map_or(Unit::default(), |(around, cross)| {
+            let cross = self.attention(cross);
+            Unit { divided: cross.divided + norms(around), of_kv: made_once(cross.of_kv), ..cross }
+        });
+        Unit {
+            divided: own.divided + cross.divided + around,
+            of_kv: own.of_kv + cross.of_kv,
+            kv_least: own.kv_least,
+        }
+    }
+
+    fn attention(&self, of: &AttentionSpec) -> Unit {
         let between = Part {
             macs_per_position: (of.q_width() + of.out_width()) as f64,
-            kv: bytes(self.kv, of.k_width() + of.v_width()),
             ops: 5.0,
             sums: 1.0,
             ..Part::default()
         };
         let qk_norms = of.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
-        products + between + qk_norms
+        let cache = Part { kv: bytes(self.kv, of.k_width() + of.v_width()), ..Part::default() };
+        Unit {
+            divided: self.linear(&of.q) + self.linear(&of.o) + between + qk_norms,
+            of_kv: self.linear(&of.k) + self.linear(&of.v) + cache,
+            kv_least: 1.0 / of.kv_heads as f64,
+        }
     }
 
     fn mlp(&self, of: &MlpSpec) -> Part {
@@ -296,48 +397,4 @@ fn norm(of: &NormSpec) -> Part {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::{ModelRef, ModelSource, tensors};
-    use std::path::Path;
-
-    fn of_file(path: &str) -> (ModelSource, ModelShape) {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
-        let source = ModelSource::open(&ModelRef::Path(path), None).unwrap();
-        let stored = |piece: &Piece| source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
-        let shape = ModelShape::of_spec("it", &source.spec, stored, QuantType::F16);
-        (source, shape)
-    }
-
-    /// Each stored number is in one layer, the embedding or the head, up to norms that stand behind the last layer.
-    #[test]
-    fn a_models_parts_make_up_its_files() {
-        for fixture in ["gqa", "biased", "mha"] {
-            let (source, shape) = of_file(&format!("tests/fixtures/{fixture}"));
-            let stored: f64 = shape.units().iter().map(|part| part.stored).sum();
-            let files: usize = tensors::needed(&source.spec)
-                .into_iter()
-                .map(|piece| source.checkpoint.tensor(&piece.name).unwrap().bytes_len())
-                .sum();
-            let off = (stored - files as f64).abs() / files as f64;
-            assert!(off < 0.02, "{fixture}: {stored} of {files}");
-            assert_eq!(shape.units().len(), source.spec.layers());
-        }
-    }
-
-    /// 41.3 billion parameters, as its card says.
-    #[test]
-    fn the_papers_model_has_its_size() {
-        let shape = ModelShape::uniform("falcon-40b", &FALCON_40B);
-        let decoder = shape.decoder.as_ref().unwrap();
-        let held = decoder.layers.iter().copied().sum::<Part>() + decoder.embedding;
-        assert!((held.stored / 2.0 / 1e9 - 41.3).abs() < 0.1, "{}", held.stored);
-        assert_eq!((shape.layers(), shape.heads), (60, 128));
-    }
-
-    #[test]
-    fn a_row_reads_the_experts_it_is_sent_to_and_many_rows_all() {
-        let part = Part { stored: 100.0, read: 20.0, read_per_row: 10.0, ..Part::default() };
-        assert_eq!([1.0, 2.0, 80.0].map(|rows| part.bytes_read(rows)), [30.0, 40.0, 100.0]);
-    }
-}
+mod tests;

@@ -14,8 +14,9 @@
 //! Invariant: more of anything (bytes, rows, latency) is never faster.
 
 use super::hardware::{Device, Hardware};
-use super::shape::{ModelShape, Part};
+use super::shape::{ModelShape, Part, Unit};
 use crate::model::partition::{Partition, Stage};
+use std::ops::Range;
 
 /// What is decoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,19 +51,20 @@ const NUMBER: f64 = 4.0;
 
 /// What `partition` comes to on `hardware`, whose devices are taken in order.
 pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, load: Load) -> Forecast {
-    let machine = Machine { model, partition, hardware, parts: parts(model, partition) };
-    let stages = partition.stages.len();
-    let devices: usize = partition.stages.iter().map(|stage| stage.members.len()).sum();
-    let seconds = |busy: usize| (0..stages).map(|stage| machine.stage_seconds(stage, load, busy)).collect();
-    let (stage_seconds, all_busy): (Vec<f64>, Vec<f64>) = (seconds(0), seconds(devices));
+    let machine = Machine { model, partition, hardware, shares: shares(model, partition) };
+    let stages = 0..partition.stages.len();
+    let alone = |stage: usize| machine.stage_seconds(stage, load, machine.of_stage(stage));
+    let among_all = |stage: usize| machine.stage_seconds(stage, load, machine.all());
+    let all_busy: Vec<f64> = stages.clone().map(among_all).collect();
     let slowest = all_busy.iter().copied().fold(0.0, f64::max);
-    let interval = slowest.max((all_busy.iter().sum::<f64>() + hardware.turn_seconds) / stages as f64);
+    let interval =
+        slowest.max((all_busy.iter().sum::<f64>() + hardware.turn_seconds) / all_busy.len() as f64);
     let bytes = machine.bytes(load);
     Forecast {
         decode_speed: 1.0 / machine.step_seconds(Load { batch: 1, ..load }),
         throughput_one_lane: load.batch as f64 / machine.step_seconds(load),
         throughput_lanes: load.batch as f64 / interval,
-        stage_seconds,
+        stage_seconds: stages.map(alone).collect(),
         fits: fits(&bytes, hardware),
         bytes,
     }
@@ -75,85 +77,114 @@ fn fits(bytes: &[Vec<f64>], hardware: &Hardware) -> bool {
     each && held().sum::<f64>() <= hardware.together.memory
 }
 
-/// What each stage holds.
-fn parts(model: &ModelShape, partition: &Partition) -> Vec<Part> {
-    let (units, mut at) = (model.units(), 0);
-    let mut next = |stage: &Stage| {
-        let layers = stage.encoder.len() + stage.decoder.len();
-        let own = units[at..at + layers].iter().copied().sum();
-        at += layers;
-        own
+/// A member's part of the model.
+struct Share {
+    held: Part,
+    /// What a token goes through: of a model with an encoder before its decoder, only the latter.
+    decoding: Part,
+}
+
+/// What each device has, stage by stage, by rank.
+fn shares(model: &ModelShape, partition: &Partition) -> Vec<Vec<Share>> {
+    let (units, mut end) = (model.units(), 0);
+    let first_decoding = if model.decoder.is_some() { model.encoder_layers() } else { 0 };
+    let mut of_stage = |stage: &Stage| {
+        let own = end..end + stage.encoder.len() + stage.decoder.len();
+        end = own.end;
+        let decoding = own.start.max(first_decoding)..own.end.max(first_decoding);
+        let twice = model.stored_twice(&own);
+        let of_member = |share: f64| {
+            let sum = |units: &[Unit]| units.iter().map(|unit| unit.of_member(share)).sum::<Part>();
+            let held = sum(&units[own.clone()]);
+            let held = Part { stored: held.stored - twice * share, ..held };
+            Share { held, decoding: sum(&units[decoding.clone()]) }
+        };
+        parts_of_one(stage).map(of_member).collect()
     };
-    partition.stages.iter().map(&mut next).collect()
+    partition.stages.iter().map(&mut of_stage).collect()
+}
+
+/// What each member takes of its stage.
+fn parts_of_one(stage: &Stage) -> impl Iterator<Item = f64> {
+    let all: u32 = stage.members.iter().map(|member| member.share).sum();
+    stage.members.iter().map(move |member| f64::from(member.share) / f64::from(all))
 }
 
 struct Machine<'a> {
     model: &'a ModelShape,
     partition: &'a Partition,
     hardware: &'a Hardware,
-    /// By stage.
-    parts: Vec<Part>,
+    /// Stage by stage, by rank.
+    shares: Vec<Vec<Share>>,
 }
 
 impl Machine<'_> {
     /// Of a step that has the machine to itself.
     fn step_seconds(&self, load: Load) -> f64 {
-        let stages = 0..self.parts.len();
-        stages.map(|stage| self.stage_seconds(stage, load, 0)).sum::<f64>() + self.hardware.turn_seconds
+        let alone = |stage: usize| self.stage_seconds(stage, load, self.of_stage(stage));
+        (0..self.shares.len()).map(alone).sum::<f64>() + self.hardware.turn_seconds
     }
 
-    /// Of one stage, while at least `busy` devices read their memory.
-    fn stage_seconds(&self, stage: usize, load: Load, busy: usize) -> f64 {
-        let members = self.partition.stages[stage].members.len();
-        let each = self.hardware.together.bandwidth / members.max(busy) as f64;
-        let first = self.first_device(stage);
-        let slowest = self.shares(stage).enumerate().map(|(rank, share)| {
-            let device = self.hardware.device(first + rank);
-            seconds(
-                self.parts[stage] * share,
-                Device { bandwidth: device.bandwidth.min(each), ..device },
-                load,
-            )
+    /// Of one stage, while the devices `busy` read their memory.
+    fn stage_seconds(&self, stage: usize, load: Load, busy: Range<usize>) -> f64 {
+        let each = self.bandwidth_each(busy);
+        let slowest = self.of_stage(stage).zip(&self.shares[stage]).map(|(number, share)| {
+            let device = self.hardware.device(number);
+            let device = Device { bandwidth: device.bandwidth.min(each), ..device };
+            seconds(share.decoding, device, load)
         });
         slowest.fold(0.0, f64::max) + self.merging_seconds(stage, load) + self.sending_seconds(stage, load)
     }
 
+    /// What each of the devices `busy` has at most of a memory that all share: the same for all, and what slow ones leave
+    /// is the others'.
+    fn bandwidth_each(&self, busy: Range<usize>) -> f64 {
+        let mut speeds: Vec<f64> = busy.map(|number| self.hardware.device(number).bandwidth).collect();
+        speeds.sort_by(f64::total_cmp);
+        let mut left = self.hardware.together.bandwidth;
+        for (number, speed) in speeds.iter().enumerate() {
+            let even = left / (speeds.len() - number) as f64;
+            if *speed >= even {
+                return even;
+            }
+            left -= speed;
+        }
+        f64::INFINITY
+    }
+
     /// Each member takes in what the others have, one after another; behind the head, their parts of the vocabulary.
     fn merging_seconds(&self, stage: usize, load: Load) -> f64 {
-        let (members, rows) = (self.partition.stages[stage].members.len() as f64, load.batch as f64);
+        let (members, rows) = (self.shares[stage].len() as f64, load.batch as f64);
         let others = members - 1.0;
         let sum = others * self.hardware.within.seconds(rows * self.model.hidden as f64 * NUMBER);
-        let is_last = stage + 1 == self.parts.len();
+        let is_last = stage + 1 == self.shares.len();
         let logits = rows * self.model.vocab as f64 / members * NUMBER;
         let gathered =
             if is_last && members > 1.0 { others * self.hardware.within.seconds(logits) } else { 0.0 };
-        self.parts[stage].sums * sum + gathered
+        self.shares[stage][0].decoding.sums * sum + gathered
     }
 
     /// To each member of the next stage.
     fn sending_seconds(&self, stage: usize, load: Load) -> f64 {
-        let next = self.partition.stages.get(stage + 1).map_or(0, |next| next.members.len());
+        let next = self.shares.get(stage + 1).map_or(0, Vec::len);
         let bytes = load.batch as f64 * self.model.hidden as f64 * NUMBER;
         next as f64 * self.hardware.between.seconds(bytes)
     }
 
     fn bytes(&self, load: Load) -> Vec<Vec<f64>> {
         let positions = (load.sequences * load.context) as f64;
-        let held =
-            |stage: usize, share: f64| (self.parts[stage].stored + self.parts[stage].kv * positions) * share;
-        let of_stage = |stage: usize| self.shares(stage).map(move |share| held(stage, share)).collect();
-        (0..self.parts.len()).map(of_stage).collect()
+        let held = |share: &Share| share.held.stored + share.held.kv * positions;
+        self.shares.iter().map(|stage| stage.iter().map(held).collect()).collect()
     }
 
-    /// Of each member, in parts of one.
-    fn shares(&self, stage: usize) -> impl Iterator<Item = f64> {
-        let members = &self.partition.stages[stage].members;
-        let all: u32 = members.iter().map(|member| member.share).sum();
-        members.iter().map(move |member| f64::from(member.share) / f64::from(all))
+    /// The numbers of a stage's devices.
+    fn of_stage(&self, stage: usize) -> Range<usize> {
+        let first = self.partition.stages[..stage].iter().map(|stage| stage.members.len()).sum();
+        first..first + self.shares[stage].len()
     }
 
-    fn first_device(&self, stage: usize) -> usize {
-        self.partition.stages[..stage].iter().map(|stage| stage.members.len()).sum()
+    fn all(&self) -> Range<usize> {
+        0..self.shares.iter().map(Vec::len).sum()
     }
 }
 

@@ -1,9 +1,9 @@
 //! From what is asked for to a partition: the layers of each stage, the share of each member; or why there is none.
 //!
-//! Invariant: a partition that comes from here can be loaded as it is, and a refusal names the nearest that can.
+//! Invariant: a partition that comes from here can be loaded as it is, and so can the nearest one that a refusal names.
 
 use super::balance::{Cost, Room, balanced};
-use super::shape::ModelShape;
+use super::shape::{ModelShape, Part};
 use crate::config::{DeviceConfig, DeviceName, Experts, Groups, spelled};
 use crate::model::partition::{Member, Partition, Stage};
 use crate::model::shard::{ExpertSplit, Shard};
@@ -26,7 +26,8 @@ pub struct Unfit {
     pub members_max: usize,
 }
 
-/// Why a model cannot be divided as asked. Each names its key, and the nearest that is possible.
+/// Why a model cannot be divided as asked. Each names its key, and the nearest that is possible; where memory is too
+/// small, there is none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; the nearest possible is {nearest}",
@@ -53,36 +54,116 @@ pub fn partition(
     place: impl Fn(&DeviceName) -> Place,
     fits: impl Fn(&Shard) -> Result<(), Unfit>,
 ) -> Result<Partition, Refusal> {
-    let (groups, layers) = (&config.groups, model.layers());
-    if groups.len() > layers {
-        let nearest = spelled(&groups[..layers.max(1)]);
-        return Err(Refusal::Stages { asked: spelled(groups), stages: groups.len(), layers, nearest });
-    }
-    let counts = match config.layers.is_empty() {
-        true => by_speed(config, model, place)?,
-        false => as_asked(&config.layers, layers)?,
-    };
-    let partition = assigned(config, model, &counts);
-    for (stage, shards) in partition.shards().iter().enumerate() {
-        for shard in shards {
-            fits(shard).map_err(|unfit| too_many(groups, stage, unfit, layers))?;
-        }
-    }
-    Ok(partition)
+    let divider = Divider { model, place: &place, fits: &fits };
+    divider.partition(config).map_err(|obstacle| divider.refusal(config, obstacle))
 }
 
-/// The split whose slowest stage is fastest. A stage is as fast as its members together.
-fn by_speed(
-    config: &DeviceConfig,
-    model: &ModelShape,
-    place: impl Fn(&DeviceName) -> Place,
-) -> Result<Vec<usize>, Refusal> {
-    let costs: Vec<Cost> =
-        model.units().iter().map(|part| Cost { work: part.bytes_read(1.0), bytes: part.stored }).collect();
-    let rooms: Vec<Room> =
-        config.groups.iter().zip(&config.shares).map(|(stage, shares)| room(stage, shares, &place)).collect();
-    balanced(&costs, &rooms)
-        .ok_or_else(|| Refusal::Memory { asked: spelled(&config.groups), layers: model.layers() })
+/// What is in the way of a partition.
+enum Obstacle {
+    /// More stages than layers.
+    Stages,
+    /// Counts that make another number of layers.
+    Layers,
+    Memory,
+    /// Members that a stage cannot have.
+    Members {
+        stage: usize,
+        unfit: Unfit,
+    },
+}
+
+struct Divider<'a> {
+    model: &'a ModelShape,
+    place: &'a dyn Fn(&DeviceName) -> Place,
+    fits: &'a dyn Fn(&Shard) -> Result<(), Unfit>,
+}
+
+impl Divider<'_> {
+    fn partition(&self, config: &DeviceConfig) -> Result<Partition, Obstacle> {
+        let layers = self.model.layers();
+        if config.groups.len() > layers {
+            return Err(Obstacle::Stages);
+        }
+        let counts = match &config.layers[..] {
+            [] => self.by_speed(config).ok_or(Obstacle::Memory)?,
+            asked if asked.iter().sum::<usize>() == layers => asked.to_vec(),
+            _ => return Err(Obstacle::Layers),
+        };
+        let partition = assigned(config, self.model, &counts);
+        for (stage, shards) in partition.shards().iter().enumerate() {
+            for shard in shards {
+                (self.fits)(shard).map_err(|unfit| Obstacle::Members { stage, unfit })?;
+            }
+        }
+        Ok(partition)
+    }
+
+    /// The split whose slowest stage is fastest. A stage is as fast as its members together. An encoder's layers count as
+    /// a decoder's do: while some sequences decode, the sources of others are read.
+    fn by_speed(&self, config: &DeviceConfig) -> Option<Vec<usize>> {
+        let units = self.model.units();
+        let cost = |part: Part| Cost { work: part.bytes_read(1.0), bytes: part.stored };
+        let mut costs: Vec<Cost> = units.iter().map(|unit| cost(unit.whole())).collect();
+        if let ([_], Some(last)) = (&config.groups[..], costs.last_mut()) {
+            last.bytes -= self.model.stored_twice(&(0..units.len()));
+        }
+        let room =
+            |(stage, members): (usize, &Vec<DeviceName>)| room(members, &config.shares_of(stage), self.place);
+        let rooms: Vec<Room> = config.groups.iter().enumerate().map(room).collect();
+        balanced(&costs, &rooms)
+    }
+
+    fn refusal(&self, config: &DeviceConfig, obstacle: Obstacle) -> Refusal {
+        let (asked, layers) = (spelled(&config.groups), self.model.layers());
+        match obstacle {
+            Obstacle::Stages => {
+                let (stages, nearest) = (config.groups.len(), self.nearest(config));
+                Refusal::Stages { asked, stages, layers, nearest }
+            }
+            Obstacle::Layers => {
+                let (asked, sum) = (config.layers.clone(), config.layers.iter().sum());
+                let nearest = nearest_sum(&asked, layers);
+                Refusal::Layers { asked, sum, layers, nearest }
+            }
+            Obstacle::Memory => Refusal::Memory { asked, layers },
+            Obstacle::Members { stage, unfit } => {
+                let (members, nearest) = (config.groups[stage].len(), self.nearest(config));
+                Refusal::Members { asked, stage: stage + 1, members, reason: unfit.reason, nearest }
+            }
+        }
+    }
+
+    /// The groups that are possible, in words: members that a stage cannot have go into stages of their own, as far as there
+    /// are layers for those. Counts that are for the groups asked for are said to go.
+    fn nearest(&self, config: &DeviceConfig) -> String {
+        let mut groups = config.groups.clone();
+        loop {
+            match self.partition(&config.regrouped(&groups)) {
+                Err(Obstacle::Stages) => groups.truncate(self.model.layers().max(1)),
+                Err(Obstacle::Members { stage, unfit }) if groups[stage].len() > 1 => {
+                    let parts = parted(&groups[stage], unfit.members_max);
+                    groups.splice(stage..=stage, parts);
+                }
+                Ok(_) | Err(_) => return spelled(&groups) + &left_open(config),
+            }
+        }
+    }
+}
+
+/// A stage's members in as many stages as it takes for no more than `most` each, two at least.
+fn parted(members: &[DeviceName], most: usize) -> Groups {
+    let stages = members.len().div_ceil(most.clamp(1, members.len() - 1));
+    members.chunks(members.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
+}
+
+/// What must be left to the program with other groups.
+fn left_open(config: &DeviceConfig) -> String {
+    let keys = [("device.layers", config.layers.is_empty()), ("device.shares", config.shares.is_empty())];
+    let said = keys.iter().filter(|(_, is_open)| !is_open).map(|(key, _)| format!("{key} = []"));
+    match said.collect::<Vec<_>>().join(" and ") {
+        nothing if nothing.is_empty() => nothing,
+        said => format!(", with {said}"),
+    }
 }
 
 /// What a stage's members come to: all wait for the one that is slowest for its share, and the one whose memory is
@@ -95,16 +176,6 @@ fn room(stage: &[DeviceName], shares: &[u32], place: impl Fn(&DeviceName) -> Pla
     });
     let nobody = Room { speed: f64::INFINITY, memory: f64::INFINITY };
     each.fold(nobody, |a, b| Room { speed: a.speed.min(b.speed), memory: a.memory.min(b.memory) })
-}
-
-fn as_asked(asked: &[usize], layers: usize) -> Result<Vec<usize>, Refusal> {
-    let sum = asked.iter().sum();
-    match sum == layers {
-        true => Ok(asked.to_vec()),
-        false => {
-            Err(Refusal::Layers { asked: asked.to_vec(), sum, layers, nearest: nearest_sum(asked, layers) })
-        }
-    }
 }
 
 /// The counts in the same proportions, as far as whole numbers from 1 go.
@@ -132,41 +203,22 @@ fn nearest_sum(asked: &[usize], layers: usize) -> Vec<usize> {
 fn assigned(config: &DeviceConfig, model: &ModelShape, counts: &[usize]) -> Partition {
     let encoder = model.encoder_layers();
     let mut start = 0;
-    let stage = |((devices, shares), count): ((&Vec<DeviceName>, &Vec<u32>), &usize)| {
-        let end = start + count;
+    let stage = |(stage, devices): (usize, &Vec<DeviceName>)| {
+        let end = start + counts[stage];
         let layers = std::mem::replace(&mut start, end)..end;
-        let member =
-            |(device, share): (&DeviceName, &u32)| Member { device: device.to_string(), share: *share };
+        let member = |(device, share): (&DeviceName, u32)| Member { device: device.to_string(), share };
         Stage {
             encoder: layers.start.min(encoder)..layers.end.min(encoder),
             decoder: layers.start.max(encoder) - encoder..layers.end.max(encoder) - encoder,
-            members: devices.iter().zip(shares).map(member).collect(),
+            members: devices.iter().zip(config.shares_of(stage)).map(member).collect(),
         }
     };
-    let stages = config.groups.iter().zip(&config.shares).zip(counts).map(stage).collect();
+    let stages = config.groups.iter().enumerate().map(stage).collect();
     let experts = match config.experts {
         Experts::Column => ExpertSplit::Column,
         Experts::Expert => ExpertSplit::Expert,
     };
     Partition { stages, experts }
-}
-
-/// The members that a stage cannot have go into stages of their own, as far as there are layers for them.
-fn too_many(groups: &Groups, stage: usize, unfit: Unfit, layers: usize) -> Refusal {
-    let most = unfit.members_max.max(1);
-    let split = |members: &Vec<DeviceName>| -> Groups {
-        let stages = members.len().div_ceil(most);
-        members.chunks(members.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
-    };
-    let mut nearest: Groups = groups.iter().flat_map(split).collect();
-    nearest.truncate(layers);
-    Refusal::Members {
-        asked: spelled(groups),
-        stage: stage + 1,
-        members: groups[stage].len(),
-        reason: unfit.reason,
-        nearest: spelled(&nearest),
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! Groups of devices in which one fails, in every way and at every point: requests in flight are told once, the group is
 //! built again, the next requests are right, and no thread is left over.
 
+mod hangs;
 mod member;
+mod real;
 mod steps;
 
 use crate::common::{self, Outcome, all_home, complete_all, drawn, fixture, prompt};
@@ -30,6 +32,7 @@ async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine 
     setup.step_timeout = step_timeout;
     let factories = script.factories(setup.limits);
     setup.partition = named(factories.iter().map(Vec::len));
+    setup.lanes = factories.len();
     engine::start(setup, tokenizer, factories).await.expect("the engine starts")
 }
 
@@ -158,11 +161,16 @@ async fn failures_by_chance_cost_nothing_but_what_was_in_flight() {
         let mut below = |end: usize| rolls.next().expect("they never end") % end;
         let shape = SHAPES[below(SHAPES.len())];
         let failures: Vec<Failure> = (0..1 + below(3))
-            .map(|_| Failure {
-                device: below(shape.0 * shape.1),
-                at_step: below(60) as u64,
-                fault: [Fault::Error, Fault::Panic, Fault::Kill][below(3)],
-                moment: [Moment::Begin, Moment::Middle, Moment::End][below(3)],
+            .map(|_| {
+                let moment = [Moment::Build, Moment::Begin, Moment::Middle, Moment::End][below(4)];
+                // The first build is the group's start.
+                let at_step = if moment == Moment::Build { 1 + below(2) } else { below(60) };
+                Failure {
+                    device: below(shape.0 * shape.1),
+                    at_step: at_step as u64,
+                    fault: [Fault::Error, Fault::Panic, Fault::Kill][below(3)],
+                    moment,
+                }
             })
             .collect();
         let script = Script::new(shape, failures.clone());

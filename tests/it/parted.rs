@@ -1,10 +1,18 @@
-//! Whole engines over several devices: whatever the partition and the number of lanes, clients get what one device gives.
+//! Whole engines over several devices: whatever the partition and the number of lanes, clients get what one device gives,
+//! also beside clients that leave.
 
-use crate::common::{Outcome, all_home, complete_all, drawn, engine, greedy, prompt, submit};
-use mainstem::request::Request;
+use crate::common::{Outcome, all_home, drawn, engine, greedy, outcome, prompt, submit};
+use crate::families::family;
+use futures_util::future::{join, join_all};
+use mainstem::actors::TokenStream;
+use mainstem::request::{FinishReason, Request, Token};
+use std::path::Path;
 use toml::Value;
 
-/// As `--devices` spells them: by layers, by tensors, both, uneven, and two kinds.
+/// Of log-probabilities, where sums are made in another order.
+const TOLERANCE: f32 = 1e-4;
+
+/// As `--devices` spells them, for models of two layers: by layers, by tensors, both, uneven, and two kinds.
 const PARTITIONS: [&str; 6] = [
     "cpu:0;cpu:1",
     "cpu:0&cpu:1",
@@ -14,7 +22,18 @@ const PARTITIONS: [&str; 6] = [
     "cpu:0;reference:0",
 ];
 
-fn settings(devices: &str, lanes: i64, shuffle: &str) -> Vec<(&'static str, Value)> {
+/// For models of four.
+const LONGER: [&str; 5] = [
+    "cpu:0;cpu:1;cpu:2",
+    "cpu:0;cpu:1;cpu:2;cpu:3",
+    "cpu:0;cpu:1&cpu:2;cpu:3",
+    "cpu:0&cpu:1&cpu:2",
+    "cpu:0&cpu:1&cpu:2&cpu:3",
+];
+
+type Settings = Vec<(&'static str, Value)>;
+
+fn settings(devices: &str, lanes: i64, shuffle: &str) -> Settings {
     let mut settings = vec![
         ("scheduler.lanes", lanes.into()),
         ("scheduler.shuffle", shuffle.into()),
@@ -28,44 +47,129 @@ fn settings(devices: &str, lanes: i64, shuffle: &str) -> Vec<(&'static str, Valu
     settings
 }
 
-/// More than there are slots, of many lengths; greedy ones only where bits may differ.
-fn requests(exact: bool) -> Vec<Request> {
-    (0..10)
-        .map(|i| match exact && i % 2 == 1 {
-            true => drawn(&prompt(i, 5 + 6 * i), 4 + i as u32, i as u64),
-            false => greedy(&prompt(i, 5 + 6 * i), 4 + i as u32),
-        })
-        .collect()
+/// Ids that every vocabulary here has.
+fn words(number: usize, len: usize) -> Vec<u32> {
+    prompt(number, len).into_iter().map(|id| 8 + id % 88).collect()
 }
 
-async fn answers(model: &str, settings: &[(&'static str, Value)], exact: bool) -> Vec<Vec<u32>> {
-    let engine = engine(model, settings).await;
-    // Some hang up as soon as they have begun.
-    for i in 0..3 {
-        let mut leaving = submit(&engine, greedy(&prompt(20 + i, 9 + i), 40)).await.expect("it is taken in");
-        leaving.next().await;
+/// More than there are slots, of many lengths; greedy ones only where bits may differ.
+fn requests(exact: bool, sources: bool) -> Vec<Request> {
+    let request = |i: usize| {
+        let request = match exact && i % 2 == 1 {
+            true => drawn(&words(i, 4 + 4 * i), 4 + i as u32, i as u64),
+            false => greedy(&words(i, 4 + 4 * i), 4 + i as u32),
+        };
+        // Some sources are longer than a step's budget.
+        let source = if sources { words(40 + i, 3 + 2 * i).into() } else { request.source.clone() };
+        Request { source, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
+    };
+    (0..10).map(request).collect()
+}
+
+/// Reads so many events, and hangs up.
+async fn leave(mut stream: TokenStream, events: usize) {
+    for _ in 0..events {
+        stream.next().await;
     }
-    let answers = complete_all(&engine, requests(exact)).await.iter().map(Outcome::ids).collect();
+}
+
+/// What comes of the requests. Between any two of them is one that hangs up at once, amid its prompt or amid its answer.
+async fn answers(model: &str, settings: &Settings, requests: Vec<Request>) -> Vec<Outcome> {
+    let engine = engine(model, settings).await;
+    let (mut staying, mut leaving) = (Vec::new(), Vec::new());
+    for (number, request) in requests.into_iter().enumerate() {
+        let long = greedy(&words(20 + number, 5 + 7 * (number % 4)), 20);
+        let long = Request { source: request.source.clone(), ..long };
+        leaving.push(leave(submit(&engine, long).await.expect("there is room"), number % 5));
+        staying.push(outcome(submit(&engine, request).await.expect("there is room")));
+    }
+    let (answers, _) = join(join_all(staying), join_all(leaving)).await;
     all_home(&engine, 4).await;
     engine.stop();
     answers
 }
 
+fn check(what: &str, exact: bool, got: &[Outcome], right: &[Outcome]) {
+    for (number, (got, right)) in got.iter().zip(right).enumerate() {
+        assert_eq!(right.end, Some(Ok(FinishReason::Length)));
+        assert_eq!((&got.end, got.ids()), (&right.end, right.ids()), "{what}, request {number}");
+        if exact {
+            assert_eq!(
+                (&got.tokens, &got.prompt),
+                (&right.tokens, &right.prompt),
+                "{what}, request {number}"
+            );
+            continue;
+        }
+        let near = |(a, b): (&Token, &Token)| match (a.logprob, b.logprob) {
+            (Some(a), Some(b)) => (a - b).abs() <= TOLERANCE,
+            (a, b) => a == b,
+        };
+        let tokens = |outcome: &Outcome| [&outcome.prompt[..], &outcome.tokens[..]].concat();
+        assert_eq!(tokens(got).len(), tokens(right).len());
+        assert!(tokens(got).iter().zip(&tokens(right)).all(near), "{what}, request {number}");
+    }
+}
+
+/// On each of these partitions, with one lane, with some that share stages and with more than stages.
+async fn check_all(model: &str, sources: bool, partitions: &[&str], more: &Settings) {
+    for exact in [true, false] {
+        let right = answers(model, &settings("", 1, "on"), requests(exact, sources)).await;
+        for devices in partitions {
+            // Sums over members are rounded elsewhere, and so are those of another kind of device.
+            if exact == (devices.contains('&') || devices.contains("reference")) {
+                continue;
+            }
+            for (lanes, shuffle) in [(1, "on"), (2, "on"), (4, "off")] {
+                let settings = [settings(devices, lanes, shuffle), more.clone()].concat();
+                let got = answers(model, &settings, requests(exact, sources)).await;
+                let what = format!("{model} on {devices}, {lanes} lanes, shuffle {shuffle}, {more:?}");
+                check(&what, exact, &got, &right);
+            }
+        }
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("the folder's name is text")
+}
+
 #[actix::test]
 async fn clients_get_the_same_whatever_the_partition_and_the_lanes() {
     for model in ["gqa", "mqa", "biased"] {
-        for exact in [true, false] {
-            let right = answers(model, &settings("", 1, "on"), exact).await;
-            for devices in PARTITIONS {
-                // Sums over members are rounded elsewhere, and so are those of another kind of device.
-                if exact && (devices.contains('&') || devices.contains("reference")) {
-                    continue;
-                }
-                for (lanes, shuffle) in [(1, "on"), (2, "on"), (3, "off")] {
-                    let got = answers(model, &settings(devices, lanes, shuffle), exact).await;
-                    assert_eq!(got, right, "{model} on {devices}, {lanes} lanes, shuffle {shuffle}");
-                }
-            }
-        }
+        check_all(model, false, &PARTITIONS, &Vec::new()).await;
+    }
+    check_all("tied", false, &["cpu:0;cpu:1;cpu:2", "cpu:0;cpu:1&cpu:2;cpu:3"], &Vec::new()).await;
+}
+
+#[actix::test]
+async fn experts_are_shared_in_either_way() {
+    let model = family("qwen2_moe", "parted");
+    check_all(text(&model.0), false, &LONGER, &Vec::new()).await;
+    let by_expert = vec![("device.experts", Value::from("expert"))];
+    check_all(text(&model.0), false, &LONGER[2..], &by_expert).await;
+}
+
+/// The last stage of the encoder hands on what all of the decoder's stages remember of it.
+#[actix::test]
+async fn sources_reach_every_stage_that_attends_to_them() {
+    let model = family("m2m100", "parted");
+    check_all(text(&model.0), true, &PARTITIONS[..5], &Vec::new()).await;
+    check_all(text(&model.0), true, &LONGER, &Vec::new()).await;
+    let model = family("t5", "parted");
+    check_all(text(&model.0), true, &LONGER[1..3], &Vec::new()).await;
+}
+
+/// Boxes of a stage of two, and buffers between two stages for two lanes.
+#[actix::test]
+async fn the_start_report_counts_what_lies_between_devices() {
+    for (devices, told) in [("", None), ("cpu:0&cpu:1;cpu:2", Some(2 * 2 * (4 << 15) + 3 * 4100 * 48 * 4))] {
+        let settings = [settings(devices, 2, "on"), vec![("scheduler.token_budget", 4096.into())]].concat();
+        let engine = engine("gqa", &settings).await;
+        let line = engine.report.lines().find(|line| line.starts_with("exchanges"));
+        let mib = told.map(|bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)));
+        assert_eq!(line.is_some(), told.is_some(), "{}", engine.report);
+        assert!(line.zip(mib).is_none_or(|(line, mib)| line.contains(&mib)), "{line:?}");
+        engine.stop();
     }
 }

@@ -172,9 +172,108 @@ fn a_plan_compares_every_way_and_the_configured_one() {
     let devices = ["--devices", "0&1;2", "--layers", "3,1", "--hardware", "v100x4"];
     let text = answer(&[&["plan", "--partition"], &devices[..]].concat());
     let configured = text.lines().find(|line| line.starts_with("hybrid (configured)")).expect("its line");
-    assert!(configured.contains("0&1;2") && configured.contains("3,1"), "{text}");
+    assert!(configured.contains("cpu:0&cpu:1;cpu:2") && configured.contains("3,1"), "{text}");
     let too_many = answer(&["plan", "--partition", "--devices", "0;1;2;3;4", "--hardware", "v100x4"]);
     assert!(too_many.contains("refused") && too_many.contains("note: device.groups: "), "{too_many}");
+}
+
+/// What a plan calls the devices is what `--devices` takes.
+#[test]
+fn devices_of_two_kinds_are_planned_by_layers_alone() {
+    let plan = |devices: &str| {
+        answer_json(&["plan", "--partition", "--devices", devices, "--threads", "1", "--json"])
+    };
+    let mixed = plan("0;reference:0");
+    let rows = mixed["partitions"].as_array().expect("a list");
+    assert_eq!(rows.len(), 1, "{mixed}");
+    assert_eq!((&rows[0]["devices"], &rows[0]["configured"]), (&json!("cpu:0;reference:0"), &json!(true)));
+    assert_eq!(rows[0]["layers"], json!([3, 1]), "the slow one has the least it can");
+    let speeds = [0, 1].map(|device| mixed["hardware"]["devices"][device]["bandwidth"].as_f64());
+    assert!(speeds[0] > speeds[1] && speeds[1] > Some(0.0), "{mixed}");
+    assert_eq!(plan(rows[0]["devices"].as_str().expect("a text"))["partitions"][0]["layers"], json!([3, 1]));
+}
+
+/// Four devices where none are named; what a file says of one is not for those, and one that is named is one.
+#[test]
+fn a_plan_is_for_the_devices_that_are_said() {
+    let folder = std::env::temp_dir().join(format!("mainstem-plan-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let file = folder.join("one.toml");
+    std::fs::write(&file, "[device]\nlayers = [4]\nshares = [[1]]\n").expect("it can be written");
+    let of_file = ["plan", "--partition", "--hardware", "v100x4", "--json", "--config"];
+    let plan = answer_json(&[&of_file[..], &[file.to_str().expect("a path")]].concat());
+    std::fs::remove_dir_all(&folder).expect("it was there");
+    let names = |plan: &Value| -> Vec<String> {
+        let rows = plan["partitions"].as_array().expect("a list").iter();
+        rows.map(|row| row["devices"].as_str().expect("a name").to_owned()).collect()
+    };
+    assert_eq!(
+        names(&plan),
+        ["cpu:0;cpu:1;cpu:2;cpu:3", "cpu:0&cpu:1;cpu:2&cpu:3", "cpu:0&cpu:1&cpu:2&cpu:3"]
+    );
+    let one = answer_json(&["plan", "--partition", "--hardware", "v100x4", "--json", "--devices", "0"]);
+    assert_eq!((names(&one), &one["partitions"][0]["configured"]), (vec!["cpu:0".to_owned()], &json!(true)));
+}
+
+/// A token goes through the decoder alone, and an encoder makes none.
+#[test]
+fn a_plan_of_an_encoder_decoder_counts_what_a_token_goes_through() {
+    let decoded = |name: &str| {
+        let model = family(name, "plan");
+        let path = model.0.display().to_string();
+        said(&["plan", "--partition", &path, "--hardware", "v100x4", "--devices", "0", "--json"])
+    };
+    let output = decoded("t5");
+    let plan: Value = serde_json::from_slice(&output.stdout).expect("the answer is JSON");
+    let figure = |key: &str| plan["partitions"][0][key][0].clone();
+    let (held, ms) = (figure("bytes")[0].as_f64().expect("bytes"), figure("stage_ms").as_f64().expect("ms"));
+    assert!(held >= plan["model"]["weight_bytes"].as_f64().expect("bytes"), "{plan}");
+    // 5 us an operation, some 30 of which there are in each of two decoder layers.
+    assert!(ms < 0.35, "{plan}");
+    let output = decoded("bert");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && error.contains("is an encoder, "), "{error}");
+}
+
+/// A machine in a file may have devices and links that differ, and the plan says each.
+#[test]
+fn a_plan_shows_every_device_and_both_kinds_of_links() {
+    let file = std::env::temp_dir().join(format!("mainstem-plan-{}.toml", std::process::id()));
+    let text = "[[device]]\nbandwidth_gb_s = 900\ntflops = 125\nop_us = 5\n\
+                [[device]]\nbandwidth_gb_s = 100\ntflops = 2\n\
+                [within]\nlatency_us = 7\nbandwidth_gb_s = 12\n[between]\nlatency_us = 90\nbandwidth_gb_s = 3";
+    std::fs::write(&file, text).expect("it can be written");
+    let machine = file.to_str().expect("a path").to_owned();
+    let args = ["plan", "--partition", "--shape", "7B", "--devices", "0;1;2", "--hardware", &machine];
+    let text = answer(&args);
+    let plan = answer_json(&[&args[..], &["--json"]].concat());
+    std::fs::remove_file(&file).expect("it was there");
+    for line in [
+        "devices:  1 of 900.0 GB/s and 125.00 Tflop/s, 5.0 us an operation",
+        "devices:  2 of 100.0 GB/s and 2.00 Tflop/s, 0.0 us an operation",
+        "links:    7.0 us and 12.0 GB/s within a stage, 90.0 us and 3.0 GB/s from one to the next",
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} in {text}");
+    }
+    let hardware = &plan["hardware"];
+    assert_eq!(hardware["devices"][2]["device"], "cpu:2");
+    assert_eq!(
+        [0, 1, 2].map(|at| hardware["devices"][at]["bandwidth"].as_f64()),
+        [9e11, 1e11, 1e11].map(Some)
+    );
+    assert_eq!([&hardware["within"]["latency_us"], &hardware["between"]["latency_us"]], [7.0, 90.0]);
+}
+
+/// A text that a shell would cut up is quoted.
+#[test]
+fn the_examples_of_help_can_be_pasted() {
+    for subcommand in ["plan", "inspect", "bench", "run", "serve"] {
+        let help = answer(&[subcommand, "--help"]);
+        for line in help.lines().filter(|line| line.trim_start().starts_with("mainstem ")) {
+            let outside: String = line.split('"').step_by(2).collect();
+            assert!(!outside.contains([';', '&']), "{line}");
+        }
+    }
 }
 
 #[test]
@@ -209,6 +308,16 @@ fn a_plan_without_a_purpose_and_wrong_numbers_are_usage_errors() {
         (vec!["plan", "--partition", "--shape", "7B", "--link-bandwidth", "fast"], "--link-bandwidth"),
         (vec!["bench", "--partition", "--fake-device"], "--fake-device"),
         (vec!["bench", "--check-model"], "--partition"),
+        (vec!["bench", "--batch", "2"], "--partition"),
+        (vec!["bench", "--partition", "--prefill", "8"], "--prefill"),
+        (vec!["bench", "--partition", "--depth", "8"], "--depth"),
+        (vec!["bench", "--partition", "--sequences", "8"], "--sequences"),
+        (vec!["bench", "--partition", "--slots", "8"], "--slots"),
+        (vec!["bench", "--partition", "--lanes", "2"], "--lanes"),
+        (
+            vec!["plan", "--partition", "--shape", "layers=4000000000,hidden=8,heads=2,ffn=8,vocab=8"],
+            "--shape",
+        ),
     ] {
         let output = said(&args);
         let error = String::from_utf8_lossy(&output.stderr);

@@ -91,7 +91,7 @@ impl MainStem {
 
     /// Where a decoded token comes from. It was drawn on one device: that one remembers it, others have to be told.
     fn last_token(&self, batch: &mut StepBatch, token: u32) -> SpanTokens {
-        match self.neighbours.devices.devices() {
+        match self.neighbours.devices.count() {
             1 => SpanTokens::Last,
             _ => given(batch, &[token]),
         }

@@ -7,13 +7,13 @@ use super::live::Piece;
 use super::settle::Waiting;
 use super::{MainStem, Work, fill};
 use crate::actors::device::{Ran, Step};
+use crate::actors::group::Running;
 use crate::actors::kv::Plan;
 use crate::actors::meters::StepSize;
 use crate::actors::prefill::{Ahead, Chunk};
 use crate::config::Policy;
 use mainstem_kernels::{DeviceError, StepLimits};
 use std::time::Instant;
-use tokio::task::JoinHandle;
 
 /// A step that is not travelling, and who waits for what comes of it.
 pub(super) struct Load {
@@ -23,7 +23,7 @@ pub(super) struct Load {
 
 /// A step in flight.
 pub(super) struct Flight {
-    landing: JoinHandle<Ran>,
+    landing: Running,
     waiting: Waiting,
     kind: FlightKind,
     sent: Instant,
@@ -116,8 +116,7 @@ impl MainStem {
         let Some(Flight { landing, waiting, sent, size, .. }) = self.flights.pop_front() else {
             return Ok(());
         };
-        let Ran { step, result } =
-            landing.await.expect("to hear of a step does not panic, else this is a bug");
+        let Ran { step, result } = landing.await;
         result?;
         self.made_at = self.meters.ran(sent, step.output.times, size);
         self.settle(&step.output, &waiting);

@@ -228,7 +228,7 @@ async fn a_fault_is_told_in_every_lane() {
     }
     rig.calm().await;
     assert_eq!(rig.flying().len(), 3);
-    rig.fail(3, Heard::First);
+    rig.fail(0, Heard::First);
     rig.run().await;
     for (number, told) in rig.told.iter().enumerate() {
         match number {
@@ -242,8 +242,8 @@ async fn a_fault_is_told_in_every_lane() {
     rig.all_home().await;
 }
 
-/// A lane sends a step before it hears that another's failed, or has none in flight at all: its sequences are lost too,
-/// though its own step comes back with results.
+/// A lane's step was through before another's failed, and is heard of before or after that: its sequences are lost too, and
+/// the token that it gave is the last.
 #[actix::test]
 async fn a_lane_without_a_failed_step_is_not_fooled() {
     for heard in [Heard::First, Heard::Last] {
@@ -257,7 +257,8 @@ async fn a_lane_without_a_failed_step_is_not_fooled() {
         rig.calm().await;
         assert_eq!(lanes_of(&rig.flying()).len(), 2);
         rig.fail(1, heard);
-        rig.run().await;
+        rig.calm().await;
+        assert!(rig.flying().is_empty(), "nobody goes on");
         for told in &rig.told {
             assert!(matches!(told.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", told.end);
             assert!(expected(&told.request).starts_with(&told.ids), "no token of what the devices forgot");
@@ -278,7 +279,7 @@ async fn a_lane_that_rests_during_a_fault_loses_nobody() {
         rig.land().await;
     }
     rig.calm().await;
-    rig.fail(1, Heard::First);
+    rig.fail(0, Heard::First);
     rig.calm().await;
     let next = [rig.submit(request(1, 3, 12)).await, rig.submit(request(2, 3, 12)).await];
     rig.calm().await;
@@ -287,6 +288,27 @@ async fn a_lane_that_rests_during_a_fault_loses_nobody() {
     next.iter().for_each(|number| rig.told[*number].assert_whole());
     assert!(matches!(rig.told[0].end, Some(Err(RequestError::DeviceFailed(_)))));
     rig.all_home().await;
+}
+
+/// The question is asked, and who comes with the answer had no slot: it begins on what is built anew, whether its prompt
+/// comes at once or in chunks.
+#[actix::test]
+async fn who_begins_while_the_devices_fail_loses_nothing() {
+    for len in [3, 70] {
+        let mut rig = Rig::new(Wish::new(4, 1));
+        rig.submit(request(0, 3, 20)).await;
+        for _ in 0..4 {
+            rig.land().await;
+        }
+        rig.calm().await;
+        let next = rig.submit(request(1, len, 12)).await;
+        rig.fail_at_question();
+        rig.run().await;
+        let [old, new] = [&rig.told[0], &rig.told[next]];
+        assert!(matches!(old.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", old.end);
+        new.assert_whole();
+        rig.all_home().await;
+    }
 }
 
 /// Who of the submitted has its next token from the step that lands first; in the order of their slots, as they came.
@@ -368,10 +390,11 @@ async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
                 rig.calm().await;
             }
             let flying = rig.flying().len();
-            if flying > 0 {
-                rig.fail(flying.min(1 + throw(5, 4)), [Heard::First, Heard::Last][throw(7, 2)]);
-                faulty += 1;
+            match throw(8, 4) {
+                0 if flying == 0 => rig.fail_at_question(),
+                _ => rig.fail(throw(5, flying + 1), [Heard::First, Heard::Last][throw(7, 2)]),
             }
+            faulty += 1;
         }
         if !rig.land().await && submitted >= 40 {
             break;

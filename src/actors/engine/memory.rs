@@ -3,6 +3,8 @@
 //! Devices of one machine share its memory, so that what they take there is added up.
 //! Invariant: a sequence's pages have the same numbers on every device.
 
+use crate::actors::group::link::Room;
+use crate::actors::group::stage_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
 use crate::model::executor::{KvPlan, page_bytes, working_bytes};
 use crate::model::load;
@@ -10,10 +12,12 @@ use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{QuantType, StepLimits};
 
-/// How many pages the cache gets, the sink included. A lone encoder keeps nothing: the sink is all it has.
+/// How many pages the cache gets, the sink included, beside what so many lanes need. A lone encoder keeps nothing: the sink
+/// is all it has.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,
+    lanes: usize,
     source: &ModelSource,
     partition: &Partition,
 ) -> Result<KvPlan> {
@@ -21,7 +25,7 @@ pub(super) fn kv_plan(
     if source.spec.decoder.is_none() {
         return Ok(KvPlan { ty: kv.ty, pages: 1 });
     }
-    let pools = pools(config, limits, source, partition)
+    let pools = pools(config, limits, lanes, source, partition)
         .with_context(|| format!("kv.page_positions: a page of {} is too large", kv.page_positions))?;
     // Of all devices together.
     let page = pools.iter().map(|pool| pool.page).fold(0, usize::saturating_add).max(1);
@@ -34,7 +38,7 @@ pub(super) fn kv_plan(
     };
     // More than every slot can use would only be memory lost.
     let pages = pages.min(whole);
-    pools.iter().try_for_each(|pool| pool.check(pages))?;
+    pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
     ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
     ensure!(
         pages >= least,
@@ -59,8 +63,21 @@ struct Pool {
     free: usize,
     /// Bytes of one page on all of them.
     page: usize,
-    /// Bytes of weights and activations.
+    /// Bytes of weights and activations, and of what devices exchange and hand on by.
     taken: usize,
+}
+
+/// Bytes by which the members of each stage exchange, and by which it hands on.
+pub(super) fn between(
+    limits: &StepLimits,
+    lanes: usize,
+    width: usize,
+    partition: &Partition,
+) -> impl Iterator<Item = usize> {
+    let room = Room { limits: *limits, width, steps: lanes };
+    let last = partition.stages.len() - 1;
+    let stages = partition.stages.iter().enumerate();
+    stages.map(move |(at, stage)| stage_bytes(stage.members.len(), (at < last).then_some(room)))
 }
 
 /// The memories there are: the machine's, for all that compute with the CPU, and none for those that compute nothing.
@@ -68,12 +85,16 @@ struct Pool {
 fn pools(
     config: &Config,
     limits: &StepLimits,
+    lanes: usize,
     source: &ModelSource,
     partition: &Partition,
 ) -> Option<Vec<Pool>> {
     let pool = |free| Pool { devices: Vec::new(), free, page: 0, taken: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
-    for (devices, shards) in config.device.groups.iter().zip(partition.shards()) {
+    let between = between(limits, lanes, source.spec.hidden, partition);
+    for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
+        // Whatever computes, this is where they reach each other.
+        machine.taken = machine.taken.saturating_add(between);
         for (device, shard) in devices.iter().zip(shards) {
             let pool = match device.kind {
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
@@ -92,18 +113,32 @@ impl Pool {
         self.page = self.page.saturating_add(page);
     }
 
-    /// Pages that fit into half of what is left once weights and activations are in: the other half belongs to whoever
-    /// else uses the memory, and to the page cache.
-    fn spare_pages(&self) -> usize {
-        (self.free.saturating_sub(self.taken) / 2).checked_div(self.page).unwrap_or(usize::MAX)
+    /// What is left once everything else is in.
+    fn left(&self) -> usize {
+        self.free.saturating_sub(self.taken)
     }
 
-    fn check(&self, pages: usize) -> Result<()> {
-        let (wanted, free, devices) = (pages.saturating_mul(self.page), self.free, self.devices.join(", "));
-        ensure!(
-            wanted <= free,
-            "kv.size asks for {wanted} bytes on {devices}, but only {free} are free there"
-        );
+    /// Pages that fit into half of that: the other half belongs to whoever else uses the memory, and to the page cache.
+    fn spare_pages(&self) -> usize {
+        (self.left() / 2).checked_div(self.page).unwrap_or(usize::MAX)
+    }
+
+    fn check(&self, pages: usize, size: KvSize) -> Result<()> {
+        let (wanted, taken, devices) = (pages.saturating_mul(self.page), self.taken, self.devices.join(", "));
+        match size {
+            // The least there can be: whether the weights fit is not asked here.
+            KvSize::Fitting => ensure!(
+                wanted <= self.free,
+                "a cache of {wanted} bytes is the least on {devices}, but only {} are free there",
+                self.free
+            ),
+            KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
+                wanted <= self.left(),
+                "kv.size asks for {wanted} bytes on {devices}, but only {} are free there beside {taken} for weights \
+                 and steps",
+                self.left()
+            ),
+        }
         Ok(())
     }
 }
@@ -153,9 +188,14 @@ mod tests {
         let pool = Pool { devices, free: 100, page: 8, taken: 20 };
         // Half of the 80 that are left.
         assert_eq!(pool.spare_pages(), 5);
-        assert!(pool.check(12).is_ok());
-        let error = pool.check(13).unwrap_err().to_string();
-        assert_eq!(error, "kv.size asks for 104 bytes on cpu:0, cpu:1, but only 100 are free there");
+        assert!(pool.check(10, KvSize::Tokens(320)).is_ok());
+        let error = pool.check(11, KvSize::Bytes(88)).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "kv.size asks for 88 bytes on cpu:0, cpu:1, but only 80 are free there beside 20 for weights and steps"
+        );
+        // What nobody asked for is the least there is, and weights that do not fit are another matter.
+        assert!(pool.check(11, KvSize::Fitting).is_ok() && pool.check(13, KvSize::Fitting).is_err());
         assert_eq!(Pool { taken: 200, ..pool }.spare_pages(), 0);
         let nothing = Pool { devices: Vec::new(), free: usize::MAX, page: 0, taken: 0 };
         assert_eq!(nothing.spare_pages(), usize::MAX, "pages of no bytes are bounded by nothing");

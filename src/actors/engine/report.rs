@@ -2,8 +2,8 @@
 //!
 //! Invariant: which device holds what is told as the paper's table tells it (Shi et al. 2024, section 4), with the bytes.
 
+use super::memory::between;
 use super::{EngineSetup, ModelInfo};
-use crate::config::Lanes;
 use crate::model::executor::ExecutorReport;
 use crate::model::spec::Kind;
 use crate::planner::Assigned;
@@ -37,27 +37,30 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
         ),
         format!("activations  {:.1} MiB for {} rows a step", sum(|it| it.activation_bytes), limits.rows),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
-        format!(
-            "scheduler    {} slots, {} may wait, {:?}, shuffle {shuffle}{}",
-            limits.slots,
-            scheduler.max_waiting,
-            scheduler.policy,
-            lanes(setup)
-        ),
     ]);
+    lines.extend(exchanges(setup));
+    lines.push(format!(
+        "scheduler    {} slots, {} may wait, {:?}, shuffle {shuffle}{}",
+        limits.slots,
+        scheduler.max_waiting,
+        scheduler.policy,
+        lanes(setup)
+    ));
     lines.iter().fold(String::new(), |mut text, line| {
         let _ = writeln!(text, "{line}");
         text
     })
 }
 
+/// What devices exchange and hand on by, where they are several.
+fn exchanges(setup: &EngineSetup) -> Option<String> {
+    let bytes: usize = between(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
+    (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
+}
+
 /// Steps in flight, where they are several.
 fn lanes(setup: &EngineSetup) -> String {
-    let lanes = match setup.scheduler.lanes {
-        Lanes::ByStages => setup.partition.stages.len(),
-        Lanes::Number(lanes) => lanes,
-    };
-    match lanes.min(setup.limits.slots) {
+    match setup.lanes {
         0 | 1 => String::new(),
         lanes => format!(", {lanes} lanes"),
     }

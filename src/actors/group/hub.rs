@@ -2,14 +2,16 @@
 //!
 //! The control thread leaves steps, devices tell what became of them, the keeper waits for what needs it: a fault, a step
 //! without an answer, a step without devices.
-//! Invariant: what a device says counts only in the epoch in which it was asked; after the first fault of an epoch
-//! nothing of that epoch is answered any more.
+//! Invariant: what a device says counts only in the build of the group in which it was asked; after the first fault of a
+//! build nothing of it is answered any more.
 
 mod kept;
 
-use super::GroupConfig;
+pub(super) use kept::exchange_bytes;
+
 use super::mailbox::{Mailbox, Order, Parcel};
 use super::steps::Steps;
+use super::{Epoch, GroupConfig};
 use crate::actors::device::{Ran, Step};
 use crate::model::executor::ExecutorReport;
 use anyhow::Result;
@@ -41,8 +43,8 @@ pub(in crate::actors) struct Hub {
 struct State {
     phase: Phase,
     /// How often the group was built.
-    epoch: u64,
-    /// Gives this epoch up.
+    build: u64,
+    /// Gives up what was built last.
     abort: Abort,
     members: Vec<Vec<Member>>,
     steps: Steps,
@@ -67,6 +69,8 @@ struct Member {
     lives: bool,
     cleared: bool,
     built: Option<Result<ExecutorReport>>,
+    /// Threads of the device that were given up and have not ended: each still has what it had.
+    hanging: usize,
 }
 
 /// What the keeper has to see to.
@@ -83,18 +87,19 @@ impl Hub {
     /// Without threads and without devices.
     pub fn new(config: GroupConfig) -> Hub {
         let member = || Member {
-            mailbox: Arc::new(Mailbox::new()),
+            mailbox: Arc::new(Mailbox::new(config.lanes)),
             incarnation: 0,
             lives: false,
             cleared: true,
             built: None,
+            hanging: 0,
         };
         let state = State {
             phase: Phase::Away,
-            epoch: 0,
+            build: 0,
             abort: Abort::new(),
             members: config.names.iter().map(|stage| stage.iter().map(|_| member()).collect()).collect(),
-            steps: Steps::new(config.limits),
+            steps: Steps::new(config.limits, config.lanes),
         };
         Hub { config, state: Mutex::new(state), news: Condvar::new() }
     }
@@ -119,19 +124,30 @@ impl Hub {
 
 /// What the control thread says.
 impl Hub {
-    /// Takes a step in: it is on its way, or waits for the devices.
-    pub fn take_in(&self, step: Box<Step>) -> oneshot::Receiver<Ran> {
+    /// Takes a step in: it is on its way, or waits for the devices. Fails when that epoch is over.
+    pub fn take_in(&self, step: Box<Step>, epoch: Epoch) -> Result<oneshot::Receiver<Ran>, DeviceError> {
         let (answer, answered) = oneshot::channel();
         let mut state = self.lock();
+        state.steps.lasts(epoch.0)?;
         if state.phase == Phase::Stopping {
-            return answered; // It has lost its other end.
+            return Ok(answered); // It has lost its other end.
         }
         state.steps.take_in(step, answer);
         match state.phase {
             Phase::Serving => state.start_waiting(),
             Phase::Away | Phase::Failed | Phase::Stopping => self.news.notify_all(),
         }
-        answered
+        Ok(answered)
+    }
+
+    /// The epoch at hand.
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.lock().steps.epoch())
+    }
+
+    /// Fails when that epoch is over, and says what ended it.
+    pub fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.lock().steps.lasts(epoch.0)
     }
 
     /// The end: no step is answered any more, and the threads are on their way out.
@@ -139,7 +155,7 @@ impl Hub {
         let mut state = self.lock();
         state.phase = Phase::Stopping;
         state.abort.abort();
-        state.steps = Steps::new(self.config.limits);
+        state.steps.forget();
         for member in state.members.iter().flatten() {
             member.mailbox.close();
         }
@@ -158,9 +174,9 @@ impl Hub {
     }
 
     /// There is one, or none.
-    pub fn built(&self, place: Place, epoch: u64, built: Result<ExecutorReport>) {
+    pub fn built(&self, place: Place, build: u64, built: Result<ExecutorReport>) {
         let mut state = self.lock();
-        if epoch == state.epoch {
+        if build == state.build {
             if built.is_err() {
                 // Nobody waits for its part in what they build.
                 state.abort.abort();
@@ -172,18 +188,19 @@ impl Hub {
         }
     }
 
-    /// The last stage has done that step: `output` is exchanged for another.
-    pub fn answer(&self, epoch: u64, number: u64, output: &mut StepOutput) {
+    /// The last stage has done that step: `output` is exchanged for another. Who waits may have its place.
+    pub fn answer(&self, build: u64, number: u64, output: &mut StepOutput) {
         let mut state = self.lock();
-        if epoch == state.epoch && state.phase == Phase::Serving {
+        if build == state.build && state.phase == Phase::Serving {
             state.steps.answer(number, output);
+            state.start_waiting();
         }
     }
 
     /// A device failed in that step. Whoever only hears of it from the others is not heard.
-    pub fn failed(&self, place: Place, epoch: u64, number: u64, fault: DeviceError) {
+    pub fn failed(&self, place: Place, build: u64, number: u64, fault: DeviceError) {
         let mut state = self.lock();
-        if epoch == state.epoch {
+        if build == state.build {
             self.fail(&mut state, place, number, fault);
         }
     }
@@ -191,7 +208,11 @@ impl Hub {
     /// A device's thread ends.
     pub fn left(&self, place: Place) {
         let mut state = self.lock();
-        let Some(member) = state.member(place) else { return };
+        let Some(member) = state.member(place) else {
+            // One that was given up has woken.
+            state.members[place.stage][place.rank].hanging -= 1;
+            return self.news.notify_all();
+        };
         member.lives = false;
         if state.phase == Phase::Away {
             // Nobody waits for its part in what they build.
@@ -231,12 +252,12 @@ impl State {
         places
     }
 
-    /// Sends the steps that wait to every member of the first stage.
+    /// Sends the steps that wait to every member of the first stage, as many as may be on the devices.
     fn start_waiting(&mut self) {
         while let Some(batch) = self.steps.start_next() {
             for member in &self.members[0] {
-                let (epoch, batch) = (self.epoch, batch.clone());
-                member.mailbox.put(Order::Run(Parcel { epoch, batch, carried: None }));
+                let (build, batch) = (self.build, batch.clone());
+                member.mailbox.put(Order::Run(Parcel { build, batch, carried: None }));
             }
         }
     }

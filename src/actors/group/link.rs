@@ -1,7 +1,8 @@
 //! The way from a stage to the next, for the one member of it that hands a step on.
 //!
 //! What goes over it is a batch and the bytes of residual streams: a process or a host that is not this one can be at the
-//! other end. Invariant: steps arrive at every member of the next stage, in the order in which they were handed on.
+//! other end. Invariant: steps arrive at every member of the next stage, in the order in which they were handed on. What a
+//! link within a process needs for that is made with it.
 
 use super::mailbox::{Mailbox, Order, Parcel};
 use mainstem_kernels::{Carried, StepBatch, StepLimits};
@@ -23,7 +24,7 @@ pub type Linking = Arc<dyn Fn(Vec<Post>, Room) -> Box<dyn Link> + Send + Sync>;
 #[derive(Clone)]
 pub struct Post {
     mailbox: Arc<Mailbox>,
-    epoch: u64,
+    build: u64,
 }
 
 /// How large what is carried can be.
@@ -32,16 +33,18 @@ pub struct Room {
     pub limits: StepLimits,
     /// Width of the residual stream.
     pub width: usize,
+    /// Steps on the group's devices at once, at most.
+    pub steps: usize,
 }
 
 impl Post {
-    pub(super) fn new(mailbox: Arc<Mailbox>, epoch: u64) -> Post {
-        Post { mailbox, epoch }
+    pub(super) fn new(mailbox: Arc<Mailbox>, build: u64) -> Post {
+        Post { mailbox, build }
     }
 
     /// Leaves a step there.
     pub fn deliver(&self, batch: Arc<StepBatch>, carried: Arc<Carried>) {
-        self.mailbox.put(Order::Run(Parcel { epoch: self.epoch, batch, carried: Some(carried) }));
+        self.mailbox.put(Order::Run(Parcel { build: self.build, batch, carried: Some(carried) }));
     }
 }
 
@@ -50,19 +53,28 @@ impl Room {
     pub fn carried(&self) -> Carried {
         Carried::with_capacity(&self.limits, self.width)
     }
+
+    /// Buffers of a link within a process: one for each step, and one for that which was answered last, which a member of
+    /// the next stage may still have. It can have none before that, for nothing passes a stage without all its members.
+    fn buffers(&self) -> usize {
+        self.steps + 1
+    }
+
+    /// Bytes that a link within a process takes.
+    pub fn bytes(&self) -> usize {
+        Carried::bytes(&self.limits, self.width).saturating_mul(self.buffers())
+    }
 }
 
 /// The link within a process: the members of the next stage read what this one wrote, where it wrote it.
 pub fn local(posts: Vec<Post>, room: Room) -> Box<dyn Link> {
-    // One is read while the next is written.
-    let buffers = vec![Arc::new(room.carried()), Arc::new(room.carried())];
-    Box::new(Local { posts, room, buffers, at: 0 })
+    let buffers = (0..room.buffers()).map(|_| Arc::new(room.carried())).collect();
+    Box::new(Local { posts, buffers, at: 0 })
 }
 
 struct Local {
     posts: Vec<Post>,
-    room: Room,
-    /// As many as steps were ever between the two stages at once. Used again when nobody reads them any more.
+    /// Used again when nobody reads them any more.
     buffers: Vec<Arc<Carried>>,
     /// The one that is written.
     at: usize,
@@ -71,10 +83,7 @@ struct Local {
 impl Link for Local {
     fn room(&mut self) -> &mut Carried {
         let free = self.buffers.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
-        self.at = free.unwrap_or(self.buffers.len());
-        if free.is_none() {
-            self.buffers.push(Arc::new(self.room.carried()));
-        }
+        self.at = free.expect("there are more than steps on the devices, else this is a bug");
         Arc::get_mut(&mut self.buffers[self.at]).expect("nobody else has it, else this is a bug")
     }
 
@@ -89,8 +98,8 @@ impl Link for Local {
 mod tests {
     use super::*;
 
-    fn link() -> (Box<dyn Link>, [Arc<Mailbox>; 2]) {
-        let boxes = [(); 2].map(|()| Arc::new(Mailbox::new()));
+    fn link() -> (Box<dyn Link>, [Arc<Mailbox>; 2], StepLimits) {
+        let boxes = [(); 2].map(|()| Arc::new(Mailbox::new(2)));
         let limits = StepLimits {
             slots: 1,
             rows: 4,
@@ -104,19 +113,32 @@ mod tests {
             hidden: 0,
         };
         let posts = boxes.iter().map(|mailbox| Post::new(mailbox.clone(), 7)).collect();
-        (local(posts, Room { limits, width: 2 }), boxes)
+        (local(posts, Room { limits, width: 2, steps: 2 }), boxes, limits)
     }
 
     fn taken(mailbox: &Mailbox) -> (u64, u64, Arc<Carried>) {
         match mailbox.take() {
-            Some(Order::Run(Parcel { epoch, batch, carried: Some(carried) })) => (epoch, batch.step, carried),
+            Some(Order::Run(Parcel { build, batch, carried: Some(carried) })) => (build, batch.step, carried),
             _ => panic!("a step was handed on"),
+        }
+    }
+
+    /// A stack that is not there hands nothing on.
+    #[test]
+    fn a_link_takes_what_was_foretold() {
+        for (positions, source_positions, stacks) in [(9, 0, 1), (0, 9, 1), (9, 9, 2)] {
+            let (_, _, limits) = link();
+            let limits = StepLimits { positions, source_positions, ..limits };
+            let room = Room { limits, width: 2, steps: 3 };
+            let Carried { encoder, decoder } = room.carried();
+            let made = (encoder.capacity() + decoder.capacity()) * room.buffers();
+            assert_eq!((room.bytes(), made), (4 * stacks * 4 * 2 * 4, room.bytes()));
         }
     }
 
     #[test]
     fn every_member_reads_the_same_bytes_and_a_buffer_is_written_when_all_have_read_it() {
-        let (mut link, [first, second]) = link();
+        let (mut link, [first, second], _) = link();
         let mut send = |step: u64| {
             let room = link.room();
             room.decoder.clear();
@@ -125,8 +147,8 @@ mod tests {
         };
         send(1);
         send(2);
-        let ((epoch, step, one), (_, _, other)) = (taken(&first), taken(&second));
-        assert_eq!((epoch, step, &one.decoder[..]), (7, 1, &[1][..]));
+        let ((build, step, one), (_, _, other)) = (taken(&first), taken(&second));
+        assert_eq!((build, step, &one.decoder[..]), (7, 1, &[1][..]));
         assert!(Arc::ptr_eq(&one, &other), "it is moved, not copied");
         let used = Arc::as_ptr(&one);
         drop(one);
@@ -138,6 +160,6 @@ mod tests {
         let last: Vec<_> = (2..=4).map(|_| taken(&second)).collect();
         assert_eq!(last.iter().map(|(_, step, _)| *step).collect::<Vec<_>>(), [2, 3, 4]);
         assert_eq!(last.iter().map(|(_, _, carried)| carried.decoder[0]).collect::<Vec<_>>(), [2, 3, 4]);
-        assert_eq!(Arc::as_ptr(&last[2].2), used);
+        assert_eq!(Arc::as_ptr(&last[2].2), used, "no buffer is made but at start");
     }
 }

@@ -20,7 +20,7 @@ pub(in crate::actors) enum Order {
 /// A step on its way to a device. All members of a stage read the same.
 pub(in crate::actors) struct Parcel {
     /// That of whoever sent it: what comes from before a fault is no order any more.
-    pub epoch: u64,
+    pub build: u64,
     pub batch: Arc<StepBatch>,
     /// What the stage before gave.
     pub carried: Option<Arc<Carried>>,
@@ -29,7 +29,7 @@ pub(in crate::actors) struct Parcel {
 /// A device's place in the group, from one build to the next.
 pub(in crate::actors) struct Seat {
     /// How often the group has been built.
-    pub epoch: u64,
+    pub build: u64,
     /// The group was given up: nothing that comes of a step is wanted.
     pub abort: Abort,
     pub duty: Duty,
@@ -56,12 +56,13 @@ struct Inbox {
     open: bool,
 }
 
-/// Orders that wait without the inbox growing.
-const ROOM: usize = 64;
+/// Orders beside steps that may wait.
+const BESIDE: usize = 4;
 
 impl Mailbox {
-    pub fn new() -> Mailbox {
-        let inbox = Inbox { orders: VecDeque::with_capacity(ROOM), open: true };
+    /// For a device of a group that has so many steps on its devices at most. It does not grow.
+    pub fn new(steps: usize) -> Mailbox {
+        let inbox = Inbox { orders: VecDeque::with_capacity(steps + BESIDE), open: true };
         Mailbox { inbox: Mutex::new(inbox), come: Condvar::new() }
     }
 

@@ -1,9 +1,11 @@
-//! The steps of a group: which are on the devices, which wait for them, and which must not run any more.
+//! The steps of a group: which are on the devices, and which wait for a place there.
 //!
-//! Invariant: every step that is taken in is answered once; steps are answered in the order of their numbers.
+//! Invariant: every step that is taken in is answered once; steps are answered in the order of their numbers. No step is on
+//! the devices, or waits, that goes on from what a fault took: a fault ends them all, and who sends on without having heard
+//! of it is refused.
 
 use crate::actors::device::{Ran, Step};
-use mainstem_kernels::{DeviceError, Span, SpanStack, SpanTable, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{DeviceError, StepBatch, StepLimits, StepOutput};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,62 +14,70 @@ use tokio::sync::oneshot;
 /// The book of them.
 pub(super) struct Steps {
     limits: StepLimits,
+    /// Steps that are on the devices at once, at most.
+    most: usize,
     /// Number of the step sent to the devices last. It goes on for as long as the group lives.
     number: u64,
     /// On the devices, the oldest first.
     running: VecDeque<Pending>,
-    /// For devices that are away.
+    /// For a place on the devices, or for devices that are away.
     waiting: VecDeque<Pending>,
     /// When a step was last answered.
     answered: Instant,
     /// Batches that the devices read, and those that nobody reads any more, to be used again.
     batches: Vec<Arc<StepBatch>>,
-    lost: Lost,
+    /// How often what the devices remember was lost, and by what the last time.
+    epoch: u64,
+    fault: Option<DeviceError>,
 }
 
 struct Pending {
     step: Box<Step>,
     answer: oneshot::Sender<Ran>,
     sent: Instant,
-    /// How many faults there had been when it was seen that nothing it goes on from is lost.
-    checked: u64,
 }
 
 impl Steps {
-    pub fn new(limits: StepLimits) -> Steps {
+    pub fn new(limits: StepLimits, most: usize) -> Steps {
+        // A member may still read the step that was answered last.
+        let batches = (0..=most).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();
         Steps {
             limits,
+            most,
             number: 0,
-            running: VecDeque::new(),
+            running: VecDeque::with_capacity(most),
             waiting: VecDeque::new(),
             answered: Instant::now(),
-            batches: Vec::new(),
-            lost: Lost::default(),
+            batches,
+            epoch: 0,
+            fault: None,
         }
     }
 
-    /// Takes a step in; it waits, or is answered at once if what it goes on from is lost.
+    /// How often what the devices remember was lost.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Fails when that epoch is over, and says what ended it.
+    pub fn lasts(&self, epoch: u64) -> Result<(), DeviceError> {
+        match &self.fault {
+            Some(fault) if epoch != self.epoch => Err(fault.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes in a step of the epoch at hand; it waits.
     pub fn take_in(&mut self, step: Box<Step>, answer: oneshot::Sender<Ran>) {
-        let checked = self.lost.faults;
-        let pending = Pending { step, answer, sent: Instant::now(), checked };
-        match self.lost.fault_of(&pending.step.batch) {
-            Some(fault) => pending.answer(Err(fault)),
-            None => self.waiting.push_back(pending),
-        }
+        self.waiting.push_back(Pending { step, answer, sent: Instant::now() });
     }
 
-    /// The next step that waits and can still run, for the devices from here on.
+    /// The next step that waits, for the devices from here on; `None` when they have as many as they may.
     pub fn start_next(&mut self) -> Option<Arc<StepBatch>> {
-        let mut pending = loop {
-            let pending = self.waiting.pop_front()?;
-            if pending.checked == self.lost.faults {
-                break pending;
-            }
-            match self.lost.fault_of(&pending.step.batch) {
-                Some(fault) => pending.answer(Err(fault)),
-                None => break pending,
-            }
-        };
+        if self.running.len() >= self.most {
+            return None;
+        }
+        let mut pending = self.waiting.pop_front()?;
         self.number += 1;
         pending.step.batch.step = self.number;
         pending.sent = Instant::now();
@@ -76,7 +86,8 @@ impl Steps {
         Some(batch)
     }
 
-    /// The batch for all devices to read; in its place is left one that was used before.
+    /// The batch for all devices to read; in its place is left one that was used before. Only a thread that hangs with one
+    /// makes another necessary.
     fn shared(&mut self, batch: &mut StepBatch) -> Arc<StepBatch> {
         let free = self.batches.iter_mut().position(|batch| Arc::get_mut(batch).is_some());
         let at = free.unwrap_or(self.batches.len());
@@ -98,19 +109,20 @@ impl Steps {
         pending.answer(Ok(()));
     }
 
-    /// Everything on the devices is lost, by that fault: whoever waits for a step there is told.
+    /// By that fault everything on the devices is lost, or there are none to be had: whoever waits for a step is told, and
+    /// who goes on from what there was will be.
     pub fn lose(&mut self, fault: &DeviceError) {
-        self.lost.lose(fault);
-        for pending in self.running.drain(..) {
+        self.epoch += 1;
+        self.fault = Some(fault.clone());
+        for pending in self.running.drain(..).chain(self.waiting.drain(..)) {
             pending.answer(Err(fault.clone()));
         }
     }
 
-    /// Tells the first `count` of those who wait that there is no device to wait for.
-    pub fn turn_away(&mut self, count: usize, fault: &DeviceError) {
-        for pending in self.waiting.drain(..count) {
-            pending.answer(Err(fault.clone()));
-        }
+    /// Answers nobody any more.
+    pub fn forget(&mut self) {
+        self.running.clear();
+        self.waiting.clear();
     }
 
     /// Number of the oldest step on the devices.
@@ -118,9 +130,9 @@ impl Steps {
         self.number + 1 - self.running.len() as u64
     }
 
-    /// Steps that wait for the devices.
-    pub fn waiting(&self) -> usize {
-        self.waiting.len()
+    /// Whether steps wait.
+    pub fn wait(&self) -> bool {
+        !self.waiting.is_empty()
     }
 
     /// When the devices should have answered, if each answer may take so long.
@@ -136,114 +148,58 @@ impl Pending {
     }
 }
 
-/// Which sequences lost what they had on the devices. A fault is told to the steps in flight; a sequence that is between
-/// two steps at that moment would go on and read a cache in which nothing is its own.
-#[derive(Default)]
-struct Lost {
-    /// Faults so far, and the last of them.
-    faults: u64,
-    last: Option<DeviceError>,
-    /// By slot: how many faults there had been when its sequence began.
-    born: Vec<u64>,
-}
-
-impl Lost {
-    fn lose(&mut self, fault: &DeviceError) {
-        self.faults += 1;
-        self.last = Some(fault.clone());
-    }
-
-    /// The fault that took what a span of the batch goes on from, if one did. Spans that begin a sequence are noted.
-    fn fault_of(&mut self, batch: &StepBatch) -> Option<DeviceError> {
-        let fault = self.last.clone()?;
-        for step in &batch.moves {
-            *self.born(step.to) = *self.born(step.from);
-        }
-        let mut fits = true;
-        for span in batch.spans.iter().filter(|span| span.table != SpanTable::Sink) {
-            let faults = self.faults;
-            let born = self.born(span.slot);
-            if begins(span) {
-                *born = faults;
-            }
-            fits &= *born == faults;
-        }
-        (!fits).then_some(fault)
-    }
-
-    fn born(&mut self, slot: u32) -> &mut u64 {
-        let slot = slot as usize;
-        if slot >= self.born.len() {
-            self.born.resize(slot + 1, 0);
-        }
-        &mut self.born[slot]
-    }
-}
-
-/// Whether nothing of the span's sequence is needed that an earlier step made. A source stands in front of its decoder's
-/// spans, in the same step as the first of them or in an earlier one.
-fn begins(span: &Span) -> bool {
-    match span.stack {
-        SpanStack::Encoder => true,
-        SpanStack::Decoder => span.start == 0 && span.source == 0,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{SlotMove, SpanModel, SpanTokens, Want};
 
-    fn fault(text: &str) -> DeviceError {
-        DeviceError::Fault(text.to_owned())
+    const LIMITS: StepLimits = StepLimits {
+        slots: 1,
+        rows: 4,
+        logit_rows: 1,
+        positions: 9,
+        source_positions: 0,
+        page_positions: 32,
+        top_logprobs: 0,
+        biases: 0,
+        vocab: 9,
+        hidden: 0,
+    };
+
+    fn sent(steps: &mut Steps) -> oneshot::Receiver<Ran> {
+        let (answer, answered) = oneshot::channel();
+        steps.take_in(Box::new(Step::with_capacity(&LIMITS)), answer);
+        answered
     }
 
-    fn span(slot: u32, start: u32) -> Span {
-        Span {
-            model: SpanModel::Target,
-            stack: SpanStack::Decoder,
-            slot,
-            start,
-            tokens: SpanTokens::Last,
-            table: SpanTable::Own,
-            reserved: 9,
-            source: 0,
-            want: Want::Last,
+    #[test]
+    fn as_many_steps_as_may_be_are_on_the_devices() {
+        let mut steps = Steps::new(LIMITS, 2);
+        let mut answers: Vec<_> = (0..4).map(|_| sent(&mut steps)).collect();
+        let on_devices: Vec<u64> =
+            std::iter::from_fn(|| steps.start_next()).map(|batch| batch.step).collect();
+        assert_eq!((on_devices, steps.oldest()), (vec![1, 2], 1));
+        steps.answer(1, &mut StepOutput::default());
+        assert!(answers[0].try_recv().is_ok_and(|ran| ran.result.is_ok()));
+        assert_eq!(steps.start_next().map(|batch| batch.step), Some(3));
+        assert!(steps.start_next().is_none() && steps.wait());
+    }
+
+    /// Whether it is on the devices, waits for a place there, or is sent later by who has not heard.
+    #[test]
+    fn a_fault_ends_every_step_that_goes_on_from_what_it_took() {
+        let mut steps = Steps::new(LIMITS, 1);
+        let before = steps.epoch();
+        let answers = [sent(&mut steps), sent(&mut steps)];
+        assert!(steps.start_next().is_some() && steps.start_next().is_none());
+        assert!(steps.lasts(before).is_ok());
+        steps.lose(&DeviceError::Fault("one".to_owned()));
+        for mut answer in answers {
+            let told = answer.try_recv().expect("it is told").result.unwrap_err();
+            assert_eq!(told.to_string(), "device fault: one");
         }
-    }
-
-    fn batch(spans: &[Span]) -> StepBatch {
-        StepBatch { spans: spans.to_vec(), ..StepBatch::default() }
-    }
-
-    #[test]
-    fn who_had_something_on_the_devices_does_not_go_on_without_it() {
-        let mut lost = Lost::default();
-        assert!(lost.fault_of(&batch(&[span(0, 5)])).is_none(), "nothing is lost yet");
-        lost.lose(&fault("one"));
-        let mut refused = |spans: &[Span]| lost.fault_of(&batch(spans)).is_some();
-        assert!(refused(&[span(0, 5)]));
-        assert!(refused(&[span(1, 0), span(0, 6)]), "in company too");
-        assert!(!refused(&[span(1, 3)]), "who began since has what it needs");
-        let hole = Span { table: SpanTable::Sink, ..span(2, 0) };
-        assert!(!refused(&[hole, span(3, 0)]));
-        assert!(refused(&[span(2, 4)]), "a hole begins nothing");
-        let moves = vec![SlotMove { from: 3, to: 2 }];
-        let moved = StepBatch { moves, ..batch(&[span(2, 7)]) };
-        assert!(lost.fault_of(&moved).is_none(), "a sequence takes its past along");
-        lost.lose(&fault("two"));
-        let told = lost.fault_of(&batch(&[span(2, 8)])).expect("it is lost again");
-        assert_eq!(told.to_string(), "device fault: two");
-    }
-
-    #[test]
-    fn a_source_begins_what_its_decoder_goes_on_with() {
-        let mut lost = Lost::default();
-        lost.lose(&fault("one"));
-        let source = Span { stack: SpanStack::Encoder, table: SpanTable::Scratch, ..span(0, 0) };
-        let first = Span { source: 4, ..span(0, 0) };
-        assert!(lost.fault_of(&batch(&[first])).is_some(), "its source was read before the fault");
-        assert!(lost.fault_of(&batch(&[source])).is_none());
-        assert!(lost.fault_of(&batch(&[first])).is_none());
+        assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: one");
+        assert!(steps.lasts(steps.epoch()).is_ok(), "who begins now loses nothing");
+        steps.lose(&DeviceError::Fault("two".to_owned()));
+        assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: two");
     }
 }

@@ -49,8 +49,8 @@ impl Lane {
     }
 
     /// It starts afresh, and asks before it takes anybody.
-    pub(super) fn forget(&mut self) {
-        self.begun.clear();
+    pub(super) fn forget(&mut self, but: &[Key]) {
+        self.begun.retain(|prompt| but.contains(&prompt.key));
         (self.live, self.places, self.ahead) = (0, 0, 0);
     }
 

@@ -302,7 +302,7 @@ async fn after_a_fault_what_had_begun_is_forgotten_and_what_had_not_is_kept() {
         let mut rig = Rig::new(policy, 3);
         let _clients = [rig.prompt(1, 20).await, rig.prompt(2, 10).await, rig.prompt(3, 10).await];
         assert_eq!(rig.chunks(8, 0).await, [(1, 0, 8, false)]);
-        rig.prefill.do_send(ForgetBegun { lane: 0 });
+        rig.prefill.do_send(ForgetBegun { lane: 0, but: Vec::new() });
         assert_eq!(rig.peek().await, (2, 2, false), "{policy:?}");
         assert_eq!(rig.chunks(PLENTY, 0).await, [(2, 0, 10, true), (3, 0, 10, true)], "{policy:?}");
     }
@@ -430,7 +430,7 @@ async fn a_lane_that_starts_afresh_loses_its_own_alone() {
     let _clients = [rig.prompt(1, 20).await, rig.prompt(2, 20).await, rig.prompt(3, 20).await];
     assert_eq!(rig.chunks_in(0, 8, 1).await, [(1, 0, 8, false)]);
     assert_eq!(rig.chunks_in(1, 8, 1).await, [(2, 0, 8, false)]);
-    rig.prefill.do_send(ForgetBegun { lane: 0 });
+    rig.prefill.do_send(ForgetBegun { lane: 0, but: Vec::new() });
     assert_eq!(rig.chunks_in(1, 8, 2).await, [(2, 8, 8, false)]);
     assert_eq!(rig.chunks_in(0, 8, 0).await, [(3, 0, 8, false)]);
 }

@@ -309,6 +309,7 @@ async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
         scheduler,
         limits,
         width: 0,
+        lanes: 1,
         step_timeout: None,
         kv,
         model,

@@ -13,6 +13,7 @@ mod partition;
 mod report;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::plan::with_several;
 use super::spinner;
 use super::start::together;
 use crate::actors::device::Factory;
@@ -118,8 +119,12 @@ enum Format {
 
 /// Measures what the arguments say and reports it. The code is 0, or 130 if it was interrupted.
 pub fn run(args: BenchArgs) -> Result<ExitCode> {
+    let says_which = args.partition.says_which();
     let (run, file, flags) = args.layers();
-    let config = Config::of_process(file.as_deref(), flags)?;
+    let config = match run.ways.partition {
+        true => with_several(file.as_deref(), flags, says_which)?.0,
+        false => Config::of_process(file.as_deref(), flags)?,
+    };
     telemetry::start_log(&config.log, || spinner::Stderr);
     // Where nothing can be written, nothing need be measured.
     let mut to: Box<dyn Write> = match &run.output {

@@ -14,11 +14,12 @@ use super::report::{ModelFacts, Report, What};
 use super::usage;
 use crate::actors::EngineSetup;
 use crate::actors::device::Factory;
-use crate::cli::plan::left_open;
 use crate::cli::start::{self, factories, fetched_aside, open};
-use crate::config::{Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of};
+use crate::config::{
+    Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of, spelled,
+};
 use crate::model::{ModelRef, ModelSource};
-use crate::planner::shape::{ModelShape, Part, StackShape};
+use crate::planner::shape::{ModelShape, Part, StackShape, Unit};
 use crate::planner::strategies::{self, strategies};
 use crate::planner::{Device, Hardware, Link, Load, Place, Refusal, Together, forecast, opened, split};
 use crate::text::Tokenizer;
@@ -28,9 +29,6 @@ use indicatif::ProgressBar;
 use rows::{PartitionRow, Predicted};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Devices, where nobody says.
-const DEVICES: u32 = 4;
 
 /// Samples of the engine's own time, of which the least counts, and the time of each device's step in them.
 const CALIBRATIONS: usize = 5;
@@ -44,7 +42,8 @@ const PROMPT: usize = 8;
 #[command(next_help_heading = "Partition")]
 pub struct PartitionTests {
     /// Measure ways to divide the model among devices instead: by layers, by tensors, and both.
-    #[arg(long, conflicts_with = "fake_device")]
+    #[arg(long, conflicts_with_all = ["fake_device", "prefill", "depth", "sequences", "scheduler_slots",
+                                      "scheduler_lanes"])]
     pub partition: bool,
     /// Simulate devices that take this time for a layer, such as 1ms, and compute nothing.
     #[arg(long, value_name = "TIME", requires = "partition", value_parser = duration_of)]
@@ -56,7 +55,8 @@ pub struct PartitionTests {
     #[arg(long, value_name = "SPEED", requires = "partition", value_parser = bytes_per_s)]
     link_bandwidth: Option<f64>,
     /// Sequences of one step.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "partition",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: u32,
     /// Show what the planner's model of speed predicts beside what is measured.
     #[arg(long, requires = "partition")]
@@ -129,19 +129,12 @@ struct Way {
 
 impl<'a> Bench<'a> {
     fn new(
-        mut config: Config,
+        config: Config,
         tests: &'a PartitionTests,
         tokens: usize,
         source: Arc<ModelSource>,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Bench<'a>> {
-        if config.device.devices().count() == 1 {
-            let kind = config.device.groups[0][0].kind;
-            let device = |number| vec![DeviceName { kind, number }];
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            config.device = left_open(&config.device, &(0..DEVICES).map(device).collect());
-            config.device.threads = config.device.threads.min((cores / DEVICES as usize).max(1));
-        }
         let (shape, hardware) = match tests.fake_layer {
             Some(layer) => (equal_layers(&source), simulated(layer, tests.link())),
             None => (opened::shape(&source, config.kv.ty), machine(&config, tests)?),
@@ -151,13 +144,14 @@ impl<'a> Bench<'a> {
 
     /// All even ways, and the configured one, each with lanes and without. What cannot be is told to `notes`.
     fn ways(&self, notes: &mut Vec<String>) -> Vec<Way> {
-        let devices: Vec<DeviceName> = self.config.device.devices().copied().collect();
+        let configured = &self.config.device;
+        let devices: Vec<DeviceName> = configured.devices().copied().collect();
         let mut all: Vec<(&'static str, DeviceConfig)> = strategies(&devices)
             .into_iter()
-            .map(|strategy| (strategy.name, left_open(&self.config.device, &strategy.groups)))
+            .map(|strategy| (strategy.name, configured.regrouped(&strategy.groups)))
             .collect();
-        if !all.iter().any(|(_, device)| *device == self.config.device) {
-            all.push((strategies::name(&self.config.device.groups), self.config.device.clone()));
+        if !configured.is_left_open() || !all.iter().any(|(_, device)| device.groups == configured.groups) {
+            all.push((strategies::name(&configured.groups), configured.clone()));
         }
         let mut ways = Vec::new();
         for (strategy, device) in all {
@@ -206,16 +200,15 @@ impl<'a> Bench<'a> {
     async fn calibrate(&mut self) -> Result<()> {
         let turn = self.own_seconds(1).await?;
         let hop = if self.shape.layers() > 1 { self.own_seconds(2).await? - turn } else { 0.0 };
-        self.hardware.turn_seconds = turn.max(0.0);
-        self.hardware.between.latency += hop.max(0.0);
+        calibrated(&mut self.hardware, self.tests.link(), turn, hop);
         Ok(())
     }
 
     /// Of a step through so many devices of known time, what is not theirs.
     async fn own_seconds(&self, stages: u32) -> Result<f64> {
         let kind = DeviceKind::Fake { step: KNOWN, row: Duration::ZERO };
-        let groups = (0..stages).map(|number| vec![DeviceName { kind, number }]).collect();
-        let device = left_open(&self.config.device, &groups);
+        let groups: Groups = (0..stages).map(|number| vec![DeviceName { kind, number }]).collect();
+        let device = self.config.device.regrouped(&groups);
         let test = Test::decode(0, self.tokens);
         let config = self.sized(&Way { strategy: "", device, lanes: 1 }, &[test])?;
         let setup = start::setup(&config, &self.source)?;
@@ -307,7 +300,7 @@ impl<'a> Bench<'a> {
         });
         PartitionRow {
             strategy: way.strategy,
-            devices: crate::cli::plan::in_short(&way.device.groups),
+            devices: spelled(&way.device.groups),
             layers: setup.partition.stages.iter().map(|stage| stage.decoder.len()).collect(),
             lanes: way.lanes,
             sequences,
@@ -316,6 +309,13 @@ impl<'a> Bench<'a> {
             predicted,
         }
     }
+}
+
+/// Tells `hardware` how many seconds the engine takes for a step, and for a way that is slowed down to `link`. Those have the
+/// hand-over from thread to thread in them, so that what was known of it before does not count.
+fn calibrated(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
+    hardware.turn_seconds = turn.max(0.0);
+    hardware.between.latency = link.latency + hop.max(0.0);
 }
 
 /// So many sequences that begin together. Those of other lanes may be ahead of the one that begins last, so each goes on
@@ -327,10 +327,10 @@ fn together(sequences: usize, tokens: usize) -> Test {
 /// Layers of one unit of work each, and nothing before or behind them.
 fn equal_layers(source: &ModelSource) -> ModelShape {
     let shape = opened::shape(source, mainstem_kernels::QuantType::F16);
-    let layer = Part { stored: 1.0, read: 1.0, sums: 2.0, ..Part::default() };
-    let nothing = Part::default();
+    let work = Part { stored: 1.0, read: 1.0, read_max: 1.0, sums: 2.0, ..Part::default() };
+    let (layer, nothing) = (Unit { divided: work, ..Unit::default() }, Part::default());
     let decoder = StackShape { embedding: nothing, layers: vec![layer; shape.layers()], head: nothing };
-    ModelShape { vocab: 0, encoder: None, decoder: Some(decoder), ..shape }
+    ModelShape { vocab: 0, encoder: None, decoder: Some(decoder), tables: Vec::new(), ..shape }
 }
 
 /// Devices that need that time for a unit of work.
@@ -358,4 +358,24 @@ fn machine(config: &Config, tests: &PartitionTests) -> Result<Hardware> {
         link.bandwidth = link.bandwidth.min(slow.bandwidth);
     }
     Ok(machine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The hand-over of a thread is in the way that is measured: it counts once.
+    #[test]
+    fn the_way_between_stages_is_the_link_and_what_was_measured() {
+        let slow = Link { latency: 20e-3, bandwidth: 1e6 };
+        let hand_over = Link { latency: 20e-3 + 11e-6, bandwidth: 1e6 };
+        let mut hardware = simulated(KNOWN, slow);
+        (hardware.within, hardware.between) = (hand_over, hand_over);
+        calibrated(&mut hardware, slow, 100e-6, 30e-6);
+        assert_eq!(hardware.between, Link { latency: 20e-3 + 30e-6, ..slow });
+        assert_eq!((hardware.within, hardware.turn_seconds), (hand_over, 100e-6));
+        // What is measured may come out below nothing.
+        calibrated(&mut hardware, slow, -1e-6, -1e-6);
+        assert_eq!((hardware.between, hardware.turn_seconds), (slow, 0.0));
+    }
 }

@@ -6,16 +6,20 @@ use crate::cli::start;
 use crate::config::{Config, ConfigError, Source};
 use crate::model::shard::Shard;
 use crate::model::source::{ModelRef, ModelSource};
-use crate::model::spec::SpecFile;
+use crate::model::spec::{Kind, SpecFile};
 use crate::model::synthetic::Shape;
 use crate::planner::shape::{FALCON_40B, Uniform};
 use crate::planner::{ModelShape, Unfit, opened};
 use crate::specs;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 
 /// The paper's model.
 const FALCON: &str = "falcon-40b";
+
+/// Most layers of a shape, and the largest of its other sizes: products of three can be counted.
+const LAYERS_MAX: usize = 1_000;
+const SIZE_MAX: usize = 1_000_000;
 
 /// A model to plan for.
 pub struct Subject {
@@ -34,6 +38,8 @@ impl Subject {
             return Ok(Subject { shape: of_shape(shape, config.kv.ty)?, source: None });
         }
         let source = start::source(&model, &config.model)?;
+        let is_encoder = source.spec.kind == Kind::Encoder;
+        ensure!(!is_encoder, "{} is an encoder, and what a plan forecasts is decoding", source.name());
         Ok(Subject { shape: opened::shape(&source, config.kv.ty), source: Some(source) })
     }
 
@@ -69,8 +75,8 @@ fn of_shape(shape: &Shape, kv: QuantType) -> Result<ModelShape> {
     Ok(ModelShape::of_spec(&shape.to_string(), &shape.resolve(file)?, |_| shape.ty, kv))
 }
 
-/// `layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000`, with `kv_heads`, `head_dim`, `gated` and `type` if they are not
-/// those of a plain Llama.
+/// `layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000`, with `kv_heads`, `head_dim`, `gated`, `tied` and `type` if they
+/// are not those of a plain Llama.
 fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
     let mut of = Uniform {
         layers: 0,
@@ -81,14 +87,16 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
         ffn: 0,
         gated: true,
         vocab: 0,
+        tied: false,
         weights: QuantType::F16,
         kv,
     };
     for pair in text.split(',') {
         let (name, value) = pair.split_once('=').ok_or_else(|| format!("'{pair}' is no size"))?;
-        let number = || match value.parse() {
-            Ok(number) if (1..1 << 32).contains(&number) => Ok(number),
-            _ => Err(format!("{name} must be a whole number from 1")),
+        let number = || {
+            let most = if name.trim() == "layers" { LAYERS_MAX } else { SIZE_MAX };
+            let number = value.parse().ok().filter(|number| (1..=most).contains(number));
+            number.ok_or_else(|| format!("{name} must be a whole number from 1 to {most}"))
         };
         match name.trim() {
             "layers" => of.layers = number()?,
@@ -98,8 +106,8 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
             "head_dim" => of.head_dim = number()?,
             "ffn" => of.ffn = number()?,
             "vocab" => of.vocab = number()?,
-            "gated" if value == "yes" || value == "no" => of.gated = value == "yes",
-            "gated" => return Err("gated must be yes or no".to_owned()),
+            "gated" => of.gated = said(name, value)?,
+            "tied" => of.tied = said(name, value)?,
             "type" => {
                 of.weights =
                     QuantType::by_name(value).ok_or_else(|| format!("there is no number format '{value}'"))?
@@ -108,6 +116,14 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
         }
     }
     filled(of).map(|of| ModelShape::uniform(text, &of))
+}
+
+fn said(name: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err(format!("{name} must be yes or no")),
+    }
 }
 
 /// What is needed must be there; the rest follows.
@@ -121,6 +137,9 @@ fn filled(of: Uniform) -> Result<Uniform, String> {
     ];
     if let Some((missing, _)) = needed.iter().find(|(_, size)| *size == 0) {
         return Err(format!("{missing} is missing"));
+    }
+    if of.kv_heads > 0 && !of.heads.is_multiple_of(of.kv_heads) {
+        return Err(format!("{} heads cannot share {} kv_heads evenly", of.heads, of.kv_heads));
     }
     let or = |size: usize, usual: usize| if size == 0 { usual } else { size };
     Ok(Uniform {
@@ -141,13 +160,21 @@ mod tests {
     #[test]
     fn a_shape_by_its_sizes_is_the_one_by_its_name() {
         let by_sizes = |text: &str| sizes(text, QuantType::F16).unwrap();
-        let falcon =
-            by_sizes("layers=60,hidden=8192,heads=128,kv_heads=8,ffn=32768,vocab=65024,gated=no,type=f16");
-        assert_eq!(falcon.decoder, named("Falcon-40B", QuantType::F16).unwrap().decoder);
+        let falcon = by_sizes(
+            "layers=60,hidden=8192,heads=128,kv_heads=8,ffn=32768,vocab=65024,gated=no,tied=yes,type=f16",
+        );
+        let named_so = named("Falcon-40B", QuantType::F16).unwrap();
+        assert_eq!((falcon.decoder, falcon.tables), (named_so.decoder, named_so.tables));
         let seven = by_sizes("layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000");
-        let total = |shape: &ModelShape| shape.units().iter().map(|part| part.stored).sum::<f64>();
-        let near = total(&seven) / total(&named("7B", QuantType::F16).unwrap());
+        let near = seven.stored() / named("7B", QuantType::F16).unwrap().stored();
         assert!((near - 1.0).abs() < 1e-3, "{near}");
+    }
+
+    /// The largest sizes there may be are counted without overflow.
+    #[test]
+    fn the_largest_shape_is_finite() {
+        let most = "layers=1000,hidden=1000000,heads=1000000,head_dim=1000000,ffn=1000000,vocab=1000000";
+        assert!(sizes(most, QuantType::F16).unwrap().stored() > 1e21);
     }
 
     #[test]
@@ -155,7 +182,10 @@ mod tests {
         for (text, part) in [
             ("2B", "falcon-40b is one too"),
             ("layers=4", "hidden is missing"),
-            ("layers=x", "layers must be a whole number"),
+            ("layers=x", "layers must be a whole number from 1 to 1000"),
+            ("layers=4000000000", "layers must be a whole number"),
+            ("hidden=4294967295", "hidden must be a whole number from 1 to 1000000"),
+            ("layers=1,hidden=8,heads=3,kv_heads=2,ffn=3,vocab=4", "3 heads cannot share 2 kv_heads"),
             ("rows=4", "there is no size 'rows'"),
             ("layers=1,hidden=8,heads=2,ffn=3,vocab=4,type=q1", "no number format 'q1'"),
         ] {

@@ -2,7 +2,7 @@
 //!
 //! Invariant: says what the JSON form says.
 
-use super::{Figures, Plan, Planned};
+use super::{DeviceFigures, Figures, LinkFigures, Plan, Planned};
 use std::fmt::Write;
 
 const HEAD: [&str; 7] = ["partition", "devices", "layers", "decode", "one lane", "lanes", "largest device"];
@@ -35,26 +35,36 @@ pub fn text(plan: &Plan) -> String {
 
 fn head(plan: &Plan) -> String {
     let (model, machine) = (&plan.model, &plan.hardware);
-    let shared = machine.bandwidth_together.map(|together| format!(", {} of all together", speed(together)));
-    format!(
-        "model:    {}, {} layers, {}\n\
-         hardware: {}: {} devices of {} and {:.2} Tflop/s{}, {:.1} us an operation; \
-         links of {:.1} us and {}\n\
-         load:     {} in a step, {} tokens in the cache of each\n\n",
-        model.name,
-        model.layers,
-        bytes(model.weight_bytes),
-        machine.name,
-        machine.devices,
-        speed(machine.bandwidth),
-        machine.flops / 1e12,
-        shared.unwrap_or_default(),
-        machine.op_us,
-        machine.link_latency_us,
-        speed(machine.link_bandwidth),
-        if plan.batch == 1 { "1 sequence".to_owned() } else { format!("{} sequences", plan.batch) },
-        plan.context
-    )
+    let mut text =
+        format!("model:    {}, {} layers, {}\n", model.name, model.layers, bytes(model.weight_bytes));
+    let _ = writeln!(text, "hardware: {}", machine.name);
+    for alike in machine.devices.chunk_by(|a, b| figures_of(a) == figures_of(b)) {
+        let _ = writeln!(text, "devices:  {} of {}", alike.len(), figures_of(&alike[0]));
+    }
+    if let Some(together) = machine.bandwidth_together {
+        let _ = writeln!(text, "          {} of all together", speed(together));
+    }
+    let _ = match machine.within == machine.between {
+        true => writeln!(text, "links:    {}", link(&machine.within)),
+        false => writeln!(
+            text,
+            "links:    {} within a stage, {} from one to the next",
+            link(&machine.within),
+            link(&machine.between)
+        ),
+    };
+    let sequences =
+        if plan.batch == 1 { "1 sequence".to_owned() } else { format!("{} sequences", plan.batch) };
+    text + &format!("load:     {sequences} in a step, {} tokens in the cache of each\n\n", plan.context)
+}
+
+fn figures_of(device: &DeviceFigures) -> String {
+    let DeviceFigures { bandwidth, flops, op_us, .. } = device;
+    format!("{} and {:.2} Tflop/s, {op_us:.1} us an operation", speed(*bandwidth), flops / 1e12)
+}
+
+fn link(link: &LinkFigures) -> String {
+    format!("{:.1} us and {}", link.latency_us, speed(link.bandwidth))
 }
 
 fn cells(planned: &Planned) -> [String; HEAD.len()] {

@@ -6,11 +6,11 @@
 
 use super::devices::cpu;
 use crate::actors::engine::available_memory;
-use crate::config::{DeviceConfig, DeviceKind};
+use crate::config::{DeviceConfig, DeviceKind, DeviceName};
 use crate::planner::{Device, Hardware, Link, Together};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{Backend, QuantType, StepLimits, Weight};
+use mainstem_kernels::{Backend, QuantType, StepLimits};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,54 +27,65 @@ const ROWS: usize = 64;
 /// Time for each figure.
 const MOMENT: Duration = Duration::from_millis(80);
 
+/// Bytes of the large matrix.
+const BYTES: f64 = (WIDTH * WIDTH * size_of::<f32>()) as f64;
+
 /// Round trips between two threads.
 const TRIPS: u32 = 500;
 
 /// Bytes of weights that a device of that kind goes through in a second, alone.
 pub fn bandwidth(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
-    match kind {
-        DeviceKind::Cpu => Ok(Bench::new(cpu(config)?, WIDTH, 1)?.bytes_per_s()),
-        DeviceKind::Reference => Ok(Bench::new(Reference::new(), WIDTH, 1)?.bytes_per_s()),
-        // It reads none, as fast as any other of its kind.
-        DeviceKind::Fake { .. } => Ok(1.0),
-    }
+    Ok(BYTES / fastest(product(config, kind, WIDTH, 1)?))
 }
 
-/// This machine with the configured devices, which are CPU devices all alike.
+/// This machine with the configured devices, each as fast as others of its kind.
 pub fn machine(config: &DeviceConfig) -> Result<Hardware> {
-    let devices = config.devices().count();
     let memory = available_memory() as f64;
-    let large = Bench::new(cpu(config)?, WIDTH, ROWS)?.seconds();
-    let device = Device {
-        bandwidth: bandwidth(config, DeviceKind::Cpu)?,
-        flops: 2.0 * (ROWS * WIDTH * WIDTH) as f64 / large,
-        memory,
-        op_seconds: Bench::new(cpu(config)?, SMALL, 1)?.seconds(),
-    };
+    let mut kinds: Vec<(DeviceKind, Device)> = Vec::new();
+    for device in config.devices() {
+        if !kinds.iter().any(|(kind, _)| *kind == device.kind) {
+            kinds.push((device.kind, measured(config, device.kind, memory)?));
+        }
+    }
+    let of_kind = |device: &DeviceName| kinds.iter().find(|(kind, _)| *kind == device.kind).map(|it| it.1);
     let link = Link { latency: latency()?, bandwidth: copying() };
     Ok(Hardware {
-        name: format!("this machine, {devices} x cpu of {} threads", config.threads),
-        devices: vec![device],
-        together: Together { bandwidth: together(config, devices)?, memory },
+        name: "this machine".to_owned(),
+        devices: config.devices().filter_map(of_kind).collect(),
+        together: Together { bandwidth: together(config)?, memory },
         within: link,
         between: link,
         turn_seconds: 0.0,
     })
 }
 
+/// A device of that kind, alone.
+fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Device> {
+    let rows = match kind {
+        DeviceKind::Cpu => ROWS,
+        // It goes through the matrix again for each row.
+        DeviceKind::Reference | DeviceKind::Fake { .. } => 1,
+    };
+    Ok(Device {
+        bandwidth: bandwidth(config, kind)?,
+        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / fastest(product(config, kind, WIDTH, rows)?),
+        memory,
+        op_seconds: fastest(product(config, kind, SMALL, 1)?),
+    })
+}
+
 /// What all devices read in a second when each of them does.
-fn together(config: &DeviceConfig, devices: usize) -> Result<f64> {
-    let begin = Arc::new(Barrier::new(devices));
-    let threads: Vec<_> = (0..devices)
-        .map(|_| {
-            let (config, begin) = (config.clone(), begin.clone());
-            thread::spawn(move || -> Result<f64> {
-                let bench = cpu(&config).and_then(|backend| Bench::new(backend, WIDTH, 1));
-                begin.wait();
-                Ok(bench?.mean_bytes_per_s())
-            })
+fn together(config: &DeviceConfig) -> Result<f64> {
+    let begin = Arc::new(Barrier::new(config.devices().count()));
+    let reading = |device: &DeviceName| {
+        let (config, begin, kind) = (config.clone(), begin.clone(), device.kind);
+        thread::spawn(move || -> Result<f64> {
+            let product = product(&config, kind, WIDTH, 1);
+            begin.wait();
+            Ok(BYTES / mean(product?))
         })
-        .collect();
+    };
+    let threads: Vec<_> = config.devices().map(reading).collect();
     let each = threads.into_iter().map(|thread| thread.join().ok().context("a measuring thread is gone")?);
     each.sum()
 }
@@ -105,62 +116,36 @@ fn copying() -> f64 {
     from.len() as f64 / seconds
 }
 
-/// A product, ready to be done.
-struct Bench<B: Backend> {
-    backend: B,
-    weight: Weight<B::Buf>,
-    rows: usize,
-    x: B::Buf,
-    y: B::Buf,
+/// A product, done each time it is called.
+type Product = Box<dyn FnMut()>;
+
+/// Of `rows` with a square matrix on a device of that kind.
+fn product(config: &DeviceConfig, kind: DeviceKind, width: usize, rows: usize) -> Result<Product> {
+    match kind {
+        DeviceKind::Cpu => product_on(cpu(config)?, width, rows),
+        DeviceKind::Reference => product_on(Reference::new(), width, rows),
+        DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so there is no speed to measure"),
+    }
 }
 
-impl<B: Backend> Bench<B> {
-    fn new(mut backend: B, width: usize, rows: usize) -> Result<Bench<B>> {
-        let bytes = vec![0; width * width * size_of::<f32>()];
-        let weight = backend.upload_weight(QuantType::F32, width, width, &bytes)?;
-        let x = backend.alloc(rows * width * size_of::<f32>())?;
-        let y = backend.alloc(rows * width * size_of::<f32>())?;
-        backend.prepare(&StepLimits {
-            slots: 1,
-            rows,
-            logit_rows: 1,
-            positions: 1,
-            source_positions: 0,
-            page_positions: 32,
-            top_logprobs: 0,
-            biases: 0,
-            vocab: 1,
-            hidden: 0,
-        })?;
-        Ok(Bench { backend, weight, rows, x, y })
-    }
-
-    fn product(&mut self) {
-        self.backend.matmul(self.rows, &self.weight, None, &self.x, &mut self.y);
-    }
-
-    /// Of one product, at best.
-    fn seconds(mut self) -> f64 {
-        fastest(|| self.product())
-    }
-
-    fn bytes(&self) -> f64 {
-        (self.weight.out * self.weight.inp * size_of::<f32>()) as f64
-    }
-
-    fn bytes_per_s(self) -> f64 {
-        self.bytes() / self.seconds()
-    }
-
-    /// On the average: others read at the same time.
-    fn mean_bytes_per_s(mut self) -> f64 {
-        let (began, mut products) = (Instant::now(), 0.0);
-        while began.elapsed() < MOMENT {
-            self.product();
-            products += 1.0;
-        }
-        products * self.bytes() / began.elapsed().as_secs_f64()
-    }
+fn product_on<B: Backend + 'static>(mut backend: B, width: usize, rows: usize) -> Result<Product> {
+    let bytes = vec![0; width * width * size_of::<f32>()];
+    let weight = backend.upload_weight(QuantType::F32, width, width, &bytes)?;
+    let x = backend.alloc(rows * width * size_of::<f32>())?;
+    let mut y = backend.alloc(rows * width * size_of::<f32>())?;
+    backend.prepare(&StepLimits {
+        slots: 1,
+        rows,
+        logit_rows: 1,
+        positions: 1,
+        source_positions: 0,
+        page_positions: 32,
+        top_logprobs: 0,
+        biases: 0,
+        vocab: 1,
+        hidden: 0,
+    })?;
+    Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
 }
 
 /// Seconds of the fastest of as many runs as a moment has room for, one at least.
@@ -173,4 +158,43 @@ fn fastest(mut run: impl FnMut()) -> f64 {
         least = least.min(started.elapsed().as_secs_f64());
     }
     least.max(1e-9)
+}
+
+/// Seconds of a run on the average: others read at the same time.
+fn mean(mut run: impl FnMut()) -> f64 {
+    let (began, mut runs) = (Instant::now(), 0.0);
+    while began.elapsed() < MOMENT {
+        run();
+        runs += 1.0;
+    }
+    began.elapsed().as_secs_f64() / runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, Overrides};
+
+    fn devices(groups: &str) -> DeviceConfig {
+        let mut flags = Overrides::default();
+        flags.set("device.groups", Some(groups));
+        flags.set("device.threads", Some(1));
+        Config::load(None, flags).unwrap().device
+    }
+
+    /// The oracle computes plainly, in double precision: many times slower than the CPU's kernels, whatever else runs.
+    #[test]
+    fn each_device_has_the_speed_of_its_kind() {
+        let machine = machine(&devices("reference:0;0;1")).unwrap();
+        let [slow, fast, other] = machine.devices[..] else { panic!("{:?}", machine.devices) };
+        assert!(fast.bandwidth > 2.0 * slow.bandwidth, "{fast:?} {slow:?}");
+        assert!(fast.flops > 2.0 * slow.flops, "{fast:?} {slow:?}");
+        assert_eq!(fast, other);
+    }
+
+    #[test]
+    fn devices_that_compute_nothing_have_no_speed() {
+        let error = machine(&devices("fake:0;fake:1")).unwrap_err().to_string();
+        assert!(error.contains("fake devices compute nothing"), "{error}");
+    }
 }

@@ -56,6 +56,13 @@ fn what_cannot_be_is_refused_with_the_nearest_that_can() {
                              the nearest possible is cpu:0&cpu:1;reference:0",
         ),
         ("fake:0;1", "fake:0 computes nothing that cpu:1 could go on with; the nearest possible is cpu:1"),
+        ("0&fake:0", "fake:0 computes nothing that cpu:0 could go on with; the nearest possible is cpu:0"),
+        (
+            "fake:1&0&reference:0;fake:2",
+            "fake:1 computes nothing that cpu:0 could go on with; the nearest possible is cpu:0;reference:0",
+        ),
+        ("0&0&reference:0;fake:0", "cpu:0 is there twice; the nearest possible is cpu:0;reference:0"),
+        ("fake:0&fake:0", "fake:0 is there twice; the nearest possible is fake:0"),
         ("gpu:2", "there is no device 'gpu:2'; the nearest is 'cpu:2'"),
         ("cpu", "there is no device 'cpu'; the nearest is 'cpu:0'"),
         ("refrence0", "there is no device 'refrence0'; the nearest is 'reference:0'"),
@@ -69,6 +76,9 @@ fn what_cannot_be_is_refused_with_the_nearest_that_can() {
     ] {
         let error = groups_of(text).unwrap_err();
         assert!(error.starts_with(reason), "{text}: {error}");
+        if let Some((_, nearest)) = error.split_once("the nearest possible is ") {
+            assert_eq!(read(nearest), nearest, "what is named must be possible");
+        }
     }
     assert!(groups_of(1.5).is_err() && groups_of(7).is_err());
     let many: Vec<Value> = (0..257).map(Value::from).collect();
@@ -94,7 +104,7 @@ fn layers_and_shares_are_as_many_as_stages_and_members() {
     for same in ["[[2, 1], [1]]", "2&1;1", "2|1,1"] {
         assert_eq!(shares(&same.into(), &groups), Ok(vec![vec![2, 1], vec![1]]), "{same}");
     }
-    assert_eq!(shares(&toml("[]"), &groups), Ok(vec![vec![1, 1], vec![1]]));
+    assert_eq!(shares(&toml("[]"), &groups), Ok(vec![]));
     for wrong in ["2;1", "2&1", "1&1&1;1"] {
         let error = shares(&wrong.into(), &groups).unwrap_err();
         assert!(error.ends_with("the nearest possible is [[1, 1], [1]]"), "{error}");

@@ -26,8 +26,19 @@ pub struct Flow<'a> {
 impl Carried {
     /// Room for any step within `limits` of a model of that width.
     pub fn with_capacity(limits: &crate::StepLimits, hidden: usize) -> Carried {
-        let bytes = limits.rows * hidden * size_of::<f32>();
-        let source = if limits.source_positions > 0 { bytes } else { 0 };
-        Carried { encoder: Vec::with_capacity(source), decoder: Vec::with_capacity(bytes) }
+        let [encoder, decoder] = Self::capacities(limits, hidden);
+        Carried { encoder: Vec::with_capacity(encoder), decoder: Vec::with_capacity(decoder) }
+    }
+
+    /// Bytes of that room.
+    pub fn bytes(limits: &crate::StepLimits, hidden: usize) -> usize {
+        let [encoder, decoder] = Self::capacities(limits, hidden);
+        encoder.saturating_add(decoder)
+    }
+
+    /// Of either stack: any step's rows, where the model has it.
+    fn capacities(limits: &crate::StepLimits, hidden: usize) -> [usize; 2] {
+        let rows = limits.rows.saturating_mul(hidden).saturating_mul(size_of::<f32>());
+        [limits.source_positions, limits.positions].map(|positions| if positions > 0 { rows } else { 0 })
     }
 }

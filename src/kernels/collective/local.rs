@@ -36,8 +36,8 @@ pub struct LocalMember {
     rank: usize,
     /// Meetings it has come to.
     meetings: u64,
-    /// A meeting failed: it comes to no other, so that no arrival is counted twice.
-    failed: bool,
+    /// An operation is under way, or was left before its end: it begins no other, so that nobody is out of step.
+    within: bool,
 }
 
 /// What the members share.
@@ -82,7 +82,7 @@ pub fn stage(members: usize, floats: usize, abort: &Abort) -> Vec<LocalMember> {
         floats: floats.max(1),
     });
     abort.0.stages().push(Arc::downgrade(&stage));
-    (0..members).map(|rank| LocalMember { stage: stage.clone(), rank, meetings: 0, failed: false }).collect()
+    (0..members).map(|rank| LocalMember { stage: stage.clone(), rank, meetings: 0, within: false }).collect()
 }
 
 impl Abort {
@@ -121,7 +121,7 @@ impl Collective for LocalMember {
     }
 
     fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
-        self.check()?;
+        self.begin()?;
         for piece in x.chunks_mut(self.stage.floats) {
             self.lay(piece.len(), |own| own.copy_from_slice(piece));
             self.meet()?;
@@ -133,11 +133,12 @@ impl Collective for LocalMember {
                 }
             }
         }
+        self.within = false;
         Ok(())
     }
 
     fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
-        self.check()?;
+        self.begin()?;
         assert_eq!(widths.len(), self.stage.members, "a width for each member, else this is a bug");
         let widest = widths.iter().copied().max().unwrap_or(0);
         let columns_each = widest.min(self.stage.floats).max(1);
@@ -148,6 +149,7 @@ impl Collective for LocalMember {
                 self.gather_piece(rows, column..column + columns_each, widths, own, all)?;
             }
         }
+        self.within = false;
         Ok(())
     }
 }
@@ -183,8 +185,10 @@ impl LocalMember {
         Ok(())
     }
 
-    fn check(&self) -> Result<(), Aborted> {
-        if self.failed || self.stage.abort.is_aborted() { Err(Aborted) } else { Ok(()) }
+    /// Every operation begins so, and says so when it has come to its end.
+    fn begin(&mut self) -> Result<(), Aborted> {
+        let left = std::mem::replace(&mut self.within, true);
+        if left || self.stage.abort.is_aborted() { Err(Aborted) } else { Ok(()) }
     }
 
     /// Fills this member's box for the meeting to come.
@@ -210,7 +214,7 @@ impl LocalMember {
         if self.stage.arrived.fetch_add(1, Ordering::SeqCst) + 1 == complete {
             self.stage.wake_sleepers();
         }
-        self.stage.wait_for(complete).inspect_err(|_| self.failed = true)
+        self.stage.wait_for(complete)
     }
 }
 

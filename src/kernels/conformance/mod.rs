@@ -6,7 +6,6 @@
 //! Invariant: the suite knows a backend by its trait only, never by the layout of its memory.
 
 mod inputs;
-mod meeting;
 mod pieces;
 mod rig;
 
@@ -31,7 +30,6 @@ pub use attention::{attention, attention_long, attention_looks, cache_types, cop
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use inputs::noise;
 pub use matmul::{matmul, matmul_company};
-pub use meeting::Meeting;
 pub use moe::{moe, moe_company, moe_parts, moe_preparation};
 pub use norm::norm;
 pub use properties::{chunking, company, moves, paging, stale_pages, wants};

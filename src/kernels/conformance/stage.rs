@@ -1,14 +1,16 @@
 //! What the members of a stage make together, each on a thread of its own.
 
 use super::inputs::*;
-use super::meeting::Meeting;
 use super::rig::*;
 use crate::backend::Backend;
 use crate::collective::Aborted;
+use crate::collective::local::{Abort, LocalMember, stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Members of the stages here.
 const MEMBERS: [usize; 3] = [1, 2, 3];
+/// Numbers that they exchange at a time: some sizes need several times.
+const EXCHANGED: usize = 100;
 
 /// Does the same on every member of a stage; what each gives, by rank.
 fn together<B: Backend, T: Send>(
@@ -16,7 +18,7 @@ fn together<B: Backend, T: Send>(
     members: usize,
     work: impl Fn(&mut Rig<B>, usize) -> T + Sync,
 ) -> Vec<T> {
-    let one = |place: Meeting| {
+    let one = |place: LocalMember| {
         let mut backend = make();
         backend.join(Box::new(place));
         let (rank, all) = backend.place();
@@ -24,7 +26,7 @@ fn together<B: Backend, T: Send>(
         work(&mut Rig::new(backend, limits(32)), rank)
     };
     std::thread::scope(|scope| {
-        let places = Meeting::of(members).into_iter();
+        let places = stage(members, EXCHANGED, &Abort::new()).into_iter();
         let threads: Vec<_> = places.map(|place| scope.spawn(|| one(place))).collect();
         threads.into_iter().map(|thread| thread.join().expect("a member's thread")).collect()
     })

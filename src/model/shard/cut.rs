@@ -13,6 +13,7 @@ use crate::model::spec::{
     AttentionSpec, Cut, DenseSpec, DistanceSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
     ModelSpec, MoeSpec, Piece, Spread, StackSpec,
 };
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// The specification of the shard's part of a model. Refuses a split that cannot be done.
@@ -42,18 +43,33 @@ struct Cutter<'a> {
     vocab: Vec<Range<usize>>,
 }
 
+/// The layers of a stack that the stage has.
+struct Held<'a> {
+    layers: &'a [LayerSpec],
+    /// Numbers that their output projections can be cut between.
+    head_block: usize,
+    /// The kinds of rotary positions that they have: the stage has tables of no others.
+    ropes: BTreeSet<usize>,
+}
+
+impl Held<'_> {
+    fn of<'a>(layers: &'a [LayerSpec], types: Types) -> Held<'a> {
+        let ropes = layers.iter().filter_map(|layer| layer.attention.rope).collect();
+        Held { layers, head_block: head_block(layers, types), ropes }
+    }
+}
+
 impl Cutter<'_> {
     fn stack(&self, stack: &StackSpec, own: Range<usize>) -> StackSpec {
         let (begins, ends) = (own.start == 0, own.end == layers(Some(stack)));
-        let held = &stack.layers[own];
-        let head_block = head_block(held, self.types);
+        let held = Held::of(&stack.layers[own], self.types);
         StackSpec {
             context: stack.context,
             embedding: stack.embedding.as_ref().filter(|_| begins).map(|spec| self.embedding(spec)),
             added: stack.added.clone().filter(|_| begins),
-            distance: stack.distance.as_ref().and_then(|spec| self.distance(spec, held, head_block)),
-            ropes: stack.ropes.clone(),
-            layers: held.iter().map(|layer| self.layer(layer, head_block)).collect(),
+            distance: stack.distance.as_ref().and_then(|spec| self.distance(spec, &held)),
+            ropes: held.ropes.iter().map(|kind| stack.ropes[*kind].clone()).collect(),
+            layers: held.layers.iter().map(|layer| self.layer(layer, &held)).collect(),
             norm: stack.norm.clone().filter(|_| ends),
             head: stack.head.as_ref().filter(|_| ends).map(|spec| self.head(spec)),
         }
@@ -82,15 +98,14 @@ impl Cutter<'_> {
     }
 
     /// Layers with biases by distance have the same heads, so those of the first are all's.
-    fn distance(&self, spec: &DistanceSpec, held: &[LayerSpec], head_block: usize) -> Option<DistanceSpec> {
-        let first = held.iter().find(|layer| layer.attention.by_distance)?;
-        let own =
-            Deal::of(&first.attention, head_block).by_rank(self.shard).swap_remove(self.shard.rank).query;
-        Some(DistanceSpec { own, ..spec.clone() })
+    fn distance(&self, spec: &DistanceSpec, held: &Held) -> Option<DistanceSpec> {
+        let first = held.layers.iter().find(|layer| layer.attention.by_distance)?;
+        let by_rank = Deal::of(&first.attention, held.head_block).by_rank(self.shard);
+        Some(DistanceSpec { own: by_rank[self.shard.rank].query.clone(), ..spec.clone() })
     }
 
-    fn layer(&self, layer: &LayerSpec, head_block: usize) -> LayerSpec {
-        let attention = |spec: &AttentionSpec| self.attention(spec, head_block);
+    fn layer(&self, layer: &LayerSpec, held: &Held) -> LayerSpec {
+        let attention = |spec: &AttentionSpec| self.attention(spec, held);
         LayerSpec {
             wiring: layer.wiring,
             residual_scale: layer.residual_scale,
@@ -105,8 +120,8 @@ impl Cutter<'_> {
         }
     }
 
-    fn attention(&self, spec: &AttentionSpec, head_block: usize) -> AttentionSpec {
-        let by_rank = Deal::of(spec, head_block).by_rank(self.shard);
+    fn attention(&self, spec: &AttentionSpec, held: &Held) -> AttentionSpec {
+        let by_rank = Deal::of(spec, held.head_block).by_rank(self.shard);
         let Heads { query, kv } = &by_rank[self.shard.rank];
         let (k_dim, v_dim) = (spec.k_dim, spec.v_dim);
         let of = |heads: &Range<usize>, width: usize| heads.start * width..heads.end * width;
@@ -118,6 +133,7 @@ impl Cutter<'_> {
             k: rows(&spec.k, of(kv, k_dim)),
             v: rows(&spec.v, of(kv, v_dim)),
             o: self.columns(&spec.o, of(query, v_dim)),
+            rope: spec.rope.and_then(|kind| held.ropes.iter().position(|own| *own == kind)),
             qk_norms: spec.qk_norms.clone(),
             spread: spreads.then(|| heads::spread(&by_rank, self.shard.rank, k_dim)),
             ..*spec

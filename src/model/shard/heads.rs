@@ -1,5 +1,7 @@
 //! Heads of attention over the members of a stage.
 //!
+//! Members have KV heads, with all their query heads, by their shares. Where members are more than KV heads, each KV head is
+//! with several, who have its query heads by their shares; who has a large share is with few others, or alone.
 //! Invariant: a member's query heads share its KV heads evenly, as attention needs them.
 
 use super::{Shard, divided, lcm};
@@ -42,9 +44,14 @@ impl Deal {
     /// As many as can have some: of a KV head's query heads, where KV heads end with blocks.
     pub fn members_max(&self) -> usize {
         match self.kv_granule() {
-            1 => self.kv_heads * (self.group() / granule(self.v_dim, self.block)),
+            1 => self.kv_heads * self.sharers_max(),
             several => self.kv_heads / several,
         }
+    }
+
+    /// As many as can share one KV head's query heads.
+    fn sharers_max(&self) -> usize {
+        self.group() / granule(self.v_dim, self.block)
     }
 
     /// By rank: KV heads with their query heads. Where there are more members than KV heads, each of those has some of the
@@ -56,15 +63,32 @@ impl Deal {
             let of = |kv: Range<usize>| Heads { query: kv.start * group..kv.end * group, kv };
             return shard.ranges(self.kv_heads, kv_granule).into_iter().map(of).collect();
         }
-        let of_kv_head = |kv: usize| {
-            let ranks = members * kv / self.kv_heads..members * (kv + 1) / self.kv_heads;
+        let of_kv_head = |(kv, ranks): (usize, Range<usize>)| {
             let parts = divided(group, granule(self.v_dim, self.block), &shard.shares[ranks]);
             parts.into_iter().map(move |part| Heads {
                 query: kv * group + part.start..kv * group + part.end,
                 kv: kv..kv + 1,
             })
         };
-        (0..self.kv_heads).flat_map(of_kv_head).collect()
+        self.sharers(&shard.shares).into_iter().enumerate().flat_map(of_kv_head).collect()
+    }
+
+    /// The ranks that have each KV head, in runs: each run ends where the shares up to there are nearest to what the KV heads
+    /// up to there are of all, and leaves enough for those behind.
+    fn sharers(&self, shares: &[u32]) -> Vec<Range<usize>> {
+        let (members, most) = (shares.len(), self.sharers_max());
+        let up_to = |end: usize| shares[..end].iter().map(|share| u128::from(*share)).sum::<u128>();
+        let mut end = 0;
+        let runs = (1..=self.kv_heads).map(|given| {
+            let (first, behind) = (end, self.kv_heads - given);
+            let fewest = (first + 1).max(members.saturating_sub(behind * most));
+            let ends = fewest..=(first + most).min(members - behind);
+            let meant = up_to(members) * given as u128;
+            let distance = |end: &usize| (up_to(*end) * self.kv_heads as u128).abs_diff(meant);
+            end = ends.min_by_key(distance).expect("members are no more than can have some; this is a bug");
+            first..end
+        });
+        runs.collect()
     }
 }
 

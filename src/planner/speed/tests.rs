@@ -1,5 +1,5 @@
 use super::super::hardware::{Link, Together, v100x4};
-use super::super::shape::FALCON_40B;
+use super::super::shape::{FALCON_40B, StackShape, Table};
 use super::*;
 use crate::model::partition::Member;
 use crate::model::shard::ExpertSplit;
@@ -42,15 +42,18 @@ fn table_5() {
     assert!(!single.fits, "80 GB are not 32");
 }
 
+/// Layers of such a part each, and nothing around them.
+fn of_layers(number: usize, divided: Part) -> StackShape {
+    let layer = Unit { divided, ..Unit::default() };
+    StackShape { embedding: Part::default(), layers: vec![layer; number], head: Part::default() }
+}
+
 /// By hand: a model of two layers of 100 bytes and 10 multiplications, on devices of 100 bytes and 1000 operations a
 /// second.
 fn by_hand() -> (ModelShape, Hardware) {
-    let layer = Part { stored: 100.0, read: 100.0, macs: 10.0, sums: 2.0, ..Part::default() };
-    let stack = super::super::shape::StackShape {
-        embedding: Part::default(),
-        layers: vec![layer; 2],
-        head: Part::default(),
-    };
+    let layer =
+        Part { stored: 100.0, read: 100.0, read_max: 100.0, macs: 10.0, sums: 2.0, ..Part::default() };
+    let stack = of_layers(2, layer);
     let model = ModelShape {
         name: "it".to_owned(),
         hidden: 5,
@@ -58,6 +61,7 @@ fn by_hand() -> (ModelShape, Hardware) {
         heads: 2,
         encoder: None,
         decoder: Some(stack),
+        tables: Vec::new(),
     };
     let hardware = Hardware {
         name: "it".to_owned(),
@@ -113,7 +117,7 @@ fn a_shared_memory_bounds_all_that_read_at_once() {
 fn what_is_held_is_weights_and_cache() {
     let (mut model, hardware) = by_hand();
     for layer in &mut model.decoder.as_mut().unwrap().layers {
-        layer.kv = 4.0;
+        layer.divided.kv = 4.0;
     }
     let load = Load { batch: 1, context: 10, sequences: 2 };
     let mut partition = even(&model, 1, 2);
@@ -122,4 +126,81 @@ fn what_is_held_is_weights_and_cache() {
     // 2 x (100 + 4 x 20), three quarters of it on the first.
     assert_eq!(forecast.bytes, [[270.0, 90.0]]);
     assert!(!forecast.fits);
+}
+
+/// What one device has of two is its own: the fast ones share what the slow one leaves.
+#[test]
+fn slow_devices_leave_the_shared_memory_to_fast_ones() {
+    let (model, hardware) = by_hand();
+    let load = Load { batch: 1, context: 0, sequences: 1 };
+    let device = hardware.devices[0];
+    let mixed = Hardware {
+        devices: vec![device, Device { bandwidth: 20.0, ..device }],
+        together: Together { bandwidth: 120.0, memory: f64::INFINITY },
+        between: Link { latency: 0.0, bandwidth: f64::INFINITY },
+        ..hardware
+    };
+    // 100 bytes at 100 and at 20 bytes a second, as each would alone.
+    let layers = forecast(&model, &even(&model, 2, 1), &mixed, load);
+    assert!(near(layers.throughput_lanes, 0.2) && near(layers.decode_speed, 1.0 / 6.0), "{layers:?}");
+    // 80 of 100 bytes a second are left for the first.
+    let narrow = Hardware { together: Together { bandwidth: 100.0, ..mixed.together }, ..mixed };
+    let partition = even(&model, 2, 1);
+    let machine = Machine {
+        model: &model,
+        partition: &partition,
+        hardware: &narrow,
+        shares: shares(&model, &partition),
+    };
+    assert!(near(machine.bandwidth_each(0..2), 80.0));
+}
+
+/// An encoder is held by its devices, and no token goes through it.
+#[test]
+fn tokens_go_through_the_decoder_alone() {
+    let (decoder, hardware) = by_hand();
+    let load = Load { batch: 1, context: 0, sequences: 1 };
+    let encoder = Some(of_layers(3, Part { stored: 50.0, read: 50.0, read_max: 50.0, ..Part::default() }));
+    let both = ModelShape { encoder: encoder.clone(), ..decoder.clone() };
+    let partition = |encoder: Range<usize>, decoder: Range<usize>| {
+        let mut single = even(&both, 1, 1);
+        (single.stages[0].encoder, single.stages[0].decoder) = (encoder, decoder);
+        single
+    };
+    let with = forecast(&both, &partition(0..3, 0..2), &hardware, load);
+    let without = forecast(&decoder, &partition(0..0, 0..2), &hardware, load);
+    assert_eq!(with.decode_speed, without.decode_speed);
+    assert_eq!((&with.bytes[0], &without.bytes[0]), (&vec![350.0], &vec![200.0]));
+    let alone = ModelShape { encoder, decoder: None, ..decoder };
+    let alone = forecast(&alone, &partition(0..3, 0..0), &hardware, load);
+    assert!(near(alone.decode_speed, 1.0 / 1.5), "{alone:?}");
+}
+
+/// Both ends of a model have the same table of 30 bytes: one device holds it once, and two members half of it each.
+#[test]
+fn a_shared_table_is_held_once() {
+    let (mut model, hardware) = by_hand();
+    let stack = model.decoder.as_mut().unwrap();
+    let table = Part { stored: 30.0, ..Part::default() };
+    (stack.embedding, stack.head) = (table, table);
+    model.tables.push(Table { first: 0, last: 1, stored: 30.0 });
+    let load = Load { batch: 1, context: 0, sequences: 1 };
+    let bytes = |stages, members| forecast(&model, &even(&model, stages, members), &hardware, load).bytes;
+    assert_eq!(bytes(1, 1), [[230.0]]);
+    assert_eq!(bytes(1, 2), [[115.0, 115.0]]);
+    assert_eq!(bytes(2, 1), [[130.0], [130.0]]);
+}
+
+/// One KV head on four members: each has it, its cache and its reads.
+#[test]
+fn replicated_kv_heads_are_held_by_all_members() {
+    let (mut model, hardware) = by_hand();
+    for layer in &mut model.decoder.as_mut().unwrap().layers {
+        layer.of_kv = Part { stored: 8.0, kv: 4.0, ..Part::default() };
+        layer.kv_least = 1.0;
+    }
+    let load = Load { batch: 1, context: 10, sequences: 1 };
+    let forecast = forecast(&model, &even(&model, 1, 4), &hardware, load);
+    // 2 x (100 / 4 + 8 + 4 x 10)
+    assert_eq!(forecast.bytes, [[146.0; 4]]);
 }

@@ -1,4 +1,4 @@
-use super::super::shape::{FALCON_40B, Part, StackShape, Uniform};
+use super::super::shape::{FALCON_40B, Part, StackShape, Uniform, Unit};
 use super::*;
 use crate::config::{Config, Overrides};
 use mainstem_kernels::QuantType;
@@ -13,6 +13,7 @@ const TABLE_4: Uniform = Uniform {
     ffn: 11_008,
     gated: true,
     vocab: 32_000,
+    tied: false,
     weights: QuantType::F16,
     kv: QuantType::F16,
 };
@@ -97,7 +98,7 @@ fn stages_get_layers_by_their_speed() {
     let found = partition(&config, &shape, place, heads(32)).unwrap();
     assert_eq!(layers_of(&found), [30, 10]);
     // Of the fast one only a third fits.
-    let held: f64 = shape.units().iter().map(|part| part.stored).sum();
+    let held: f64 = shape.units().iter().map(|unit| unit.whole().stored).sum();
     let small = |device: &DeviceName| match device.kind.name() {
         "cpu" => Place { memory: held / 3.0, ..place(device) },
         _ => place(device),
@@ -117,7 +118,8 @@ fn unequal_shares_slow_a_stage_down() {
 
 #[test]
 fn an_encoders_layers_come_before_the_decoders() {
-    let unit = Part { stored: 1.0, read: 1.0, ..Part::default() };
+    let part = Part { stored: 1.0, read: 1.0, read_max: 1.0, ..Part::default() };
+    let unit = Unit { divided: part, ..Unit::default() };
     let stack =
         |layers| StackShape { embedding: Part::default(), layers: vec![unit; layers], head: Part::default() };
     let shape = ModelShape {
@@ -145,6 +147,16 @@ fn refusals_give_the_reason_and_the_nearest_possible() {
              the nearest possible is cpu:0;cpu:1&cpu:2;cpu:3",
         ),
         (
+            vec![("device.groups", "0;1;2;3;4"), ("device.layers", "1,1,1,1,1")],
+            "device.groups: cpu:0;cpu:1;cpu:2;cpu:3;cpu:4 makes 5 stages, but the model has 4 layers; \
+             the nearest possible is cpu:0;cpu:1;cpu:2;cpu:3, with device.layers = []",
+        ),
+        (
+            vec![("device.groups", "0&1&2"), ("device.layers", "4"), ("device.shares", "1&1&1")],
+            "device.groups: stage 1 of cpu:0&cpu:1&cpu:2 has 3 members, but the layers have 2 heads; \
+             the nearest possible is cpu:0&cpu:1;cpu:2, with device.layers = [] and device.shares = []",
+        ),
+        (
             vec![("device.groups", "0;1"), ("device.layers", "3,2")],
             "device.layers: [3, 2] makes 5 layers, but the model has 4; the nearest possible is [2, 2]",
         ),
@@ -167,4 +179,32 @@ fn the_nearest_counts_sum_up_and_leave_nobody_without() {
     ] {
         assert_eq!(nearest_sum(&asked, layers), nearest, "{asked:?} for {layers}");
     }
+}
+
+/// Of a model whose last layer two cannot share, stages that do not have it stay as they are.
+#[test]
+fn only_stages_beyond_their_own_bound_are_parted() {
+    let fits = |shard: &Shard| match (shard.decoder.end == 6, shard.members()) {
+        (true, 2..) => Err(Unfit { reason: "the last layer has 1 head".to_owned(), members_max: 1 }),
+        _ => Ok(()),
+    };
+    let model = ModelShape::uniform("it", &Uniform { layers: 6, ..TABLE_4 });
+    let refusal = |groups: &str| {
+        let refusal = partition(&device(&[("device.groups", groups)]), &model, alike, fits).unwrap_err();
+        refusal.to_string()
+    };
+    let nearest = |groups| refusal(groups).split_once("nearest possible is ").unwrap().1.to_owned();
+    assert_eq!(nearest("0&1&2;3&4"), "cpu:0&cpu:1&cpu:2;cpu:3;cpu:4");
+    assert_eq!(nearest("0&1&2"), "cpu:0;cpu:1;cpu:2");
+    // Once there are too many stages for the layers, the last go, and another one has the last layer.
+    assert_eq!(nearest("0;1;2;3;4;5&6"), "cpu:0;cpu:1;cpu:2;cpu:3;cpu:4;cpu:5");
+}
+
+/// A table that both ends of the model share is held once where one stage has them.
+#[test]
+fn one_stage_needs_room_for_a_shared_table_once() {
+    let shape = ModelShape::uniform("it", &Uniform { tied: true, ..TABLE_4 });
+    let one = device(&[("device.groups", "0")]);
+    let of = |memory: f64| partition(&one, &shape, |_| Place { speed: 1.0, memory }, heads(32));
+    assert!(of(shape.stored() * 1.001).is_ok() && of(shape.stored() * 0.999).is_err());
 }

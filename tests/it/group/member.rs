@@ -8,7 +8,7 @@ use mainstem::model::fake::FakeExecutor;
 use mainstem_kernels::{
     Aborted, Carried, Collective, DeviceError, Flow, SpanTable, StepBatch, StepLimits, StepOutput,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,9 +30,11 @@ pub enum Fault {
     Stall,
 }
 
-/// When, in a step.
+/// When, in a step, or before any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
+    /// While it is built.
+    Build,
     Begin,
     /// Between two exchanges of its stage.
     Middle,
@@ -40,7 +42,8 @@ pub enum Moment {
     End,
 }
 
-/// One failure: of the device with that number (stage by stage, by rank), at its so many-th step since the group began.
+/// One failure: of the device with that number (stage by stage, by rank), at its so many-th step since the group began, or
+/// its so many-th build.
 #[derive(Clone, Copy, Debug)]
 pub struct Failure {
     pub device: usize,
@@ -83,11 +86,31 @@ impl Script {
         let factory = |device| {
             let script = self.clone();
             let factory: Factory = Box::new(move |collective| {
+                script.build(device)?;
                 Ok(Box::new(Member::new(script.clone(), device, collective, limits)))
             });
             factory
         };
         (0..stages).map(|stage| (0..members).map(|rank| factory(stage * members + rank)).collect()).collect()
+    }
+
+    /// That device is being built on this thread.
+    pub fn build(&self, device: usize) -> Result<(), DeviceError> {
+        let build = self.builds[device].fetch_add(1, Ordering::SeqCst);
+        if let Ok(thread) = std::fs::read_link("/proc/thread-self") {
+            self.threads.lock().expect("no test fails there").push(Path::new("/proc").join(thread));
+        }
+        self.act(device, build, Moment::Build)
+    }
+
+    /// That device begins a step: its number since the group began.
+    pub fn step(&self, device: usize) -> u64 {
+        self.steps[device].fetch_add(1, Ordering::SeqCst)
+    }
+
+    /// Threads on which devices were built.
+    pub fn threads(&self) -> usize {
+        self.threads.lock().expect("no test fails there").iter().collect::<HashSet<_>>().len()
     }
 
     /// Whoever hangs goes on.
@@ -108,7 +131,7 @@ impl Script {
     }
 
     /// Fails, if it is time to.
-    fn act(&self, device: usize, step: u64, moment: Moment) -> Result<(), DeviceError> {
+    pub fn act(&self, device: usize, step: u64, moment: Moment) -> Result<(), DeviceError> {
         let due =
             |failure: &&Failure| (failure.device, failure.at_step, failure.moment) == (device, step, moment);
         match self.failures.iter().find(due).map(|failure| failure.fault) {
@@ -155,10 +178,6 @@ impl Member {
     ) -> Member {
         let Shape(_, members) = script.shape;
         assert_eq!((collective.rank(), collective.members()), (device % members, members));
-        script.builds[device].fetch_add(1, Ordering::SeqCst);
-        if let Ok(thread) = std::fs::read_link("/proc/thread-self") {
-            script.threads.lock().expect("no test fails there").push(Path::new("/proc").join(thread));
-        }
         let answers = FakeExecutor::new((3..200).collect(), limits);
         Member { stage: device / members, script, device, collective, answers, seen: HashMap::new() }
     }
@@ -194,7 +213,7 @@ impl Member {
 
 impl Executor for Member {
     fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
-        let step = self.script.steps[self.device].fetch_add(1, Ordering::SeqCst);
+        let step = self.script.step(self.device);
         let given_up = |Aborted| resume_unwind(Box::new(Aborted));
         self.script.act(self.device, step, Moment::Begin)?;
         self.remember(batch);

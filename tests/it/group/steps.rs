@@ -5,7 +5,7 @@ use super::member::{Failure, Fault, Moment, Script, Shape};
 use crate::common::within;
 use mainstem::actors::device::{Factory, Ran, Step};
 use mainstem::actors::group::link::{self, Link};
-use mainstem::actors::group::{Group, GroupConfig};
+use mainstem::actors::group::{Devices, Group, GroupConfig, Running};
 use mainstem_kernels::{
     Aborted, Carried, Collective, SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
     StepLimits, Want,
@@ -13,7 +13,7 @@ use mainstem_kernels::{
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const LIMITS: StepLimits = StepLimits {
+pub(super) const LIMITS: StepLimits = StepLimits {
     slots: 4,
     rows: 40,
     logit_rows: 4,
@@ -26,7 +26,7 @@ const LIMITS: StepLimits = StepLimits {
     hidden: 0,
 };
 
-fn config(shape: Shape) -> GroupConfig {
+pub(super) fn config(shape: Shape) -> GroupConfig {
     let name = |stage, rank| format!("t{stage}:{rank}");
     let names = (0..shape.0).map(|stage| (0..shape.1).map(|rank| name(stage, rank)).collect());
     GroupConfig::new(names.collect(), LIMITS, 4)
@@ -52,9 +52,19 @@ fn step(number: u32) -> Box<Step> {
     step
 }
 
+/// Sends a step of a sequence that begins with it.
+pub(super) fn send(group: &Group, number: u32) -> Running {
+    loop {
+        // A fault between the two is as good as one before.
+        if let Ok(running) = group.send(step(number), group.epoch()) {
+            return running;
+        }
+    }
+}
+
 /// Sends so many steps at once, and gives what came of them.
-async fn run(group: &Group, steps: u32) -> Vec<Result<u32, String>> {
-    let running: Vec<_> = (0..steps).map(|number| group.send(step(number))).collect();
+pub(super) async fn run(group: &Group, steps: u32) -> Vec<Result<u32, String>> {
+    let running: Vec<_> = (0..steps).map(|number| send(group, number)).collect();
     let mut outcomes = Vec::new();
     for ran in running {
         let Ran { step, result } = within(ran).await;
@@ -72,7 +82,7 @@ async fn steps_in_flight_come_back_in_order_with_their_own_results() {
             Group::start(script.factories(LIMITS), config(shape)).await.expect("it starts");
         let last = shape.0 * shape.1 - 1;
         assert_eq!(reports[shape.0 - 1][shape.1 - 1].device, format!("device {last}"));
-        assert_eq!((group.lanes(), group.devices()), (shape.0, last + 1));
+        assert_eq!(group.count(), last + 1);
         for _ in 0..3 {
             let outcomes = run(&group, 50).await;
             assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
@@ -92,6 +102,7 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
             let script = Script::new(shape, [failure]);
             let started = Group::start(script.factories(LIMITS), config(shape)).await;
             let (group, _) = started.expect("it starts");
+            let before = group.epoch();
             let outcomes = run(&group, 20).await;
             let (stage, rank) = (device / shape.1, device % shape.1);
             let told = Err(format!("device fault: t{stage}:{rank}: the test's device fails"));
@@ -104,6 +115,8 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
             // Who comes late, behind the fault, is served by the group as it is then.
             let failed = outcomes[answered..].iter().take_while(|outcome| **outcome == told).count();
             assert!(failed >= 1 && outcomes[answered + failed..].iter().all(Result::is_ok), "{outcomes:?}");
+            let stale = group.send(step(0), before).err().map(|fault| fault.to_string());
+            assert_eq!(stale, told.err(), "who has not heard of it goes on from nothing");
             assert!(run(&group, 20).await.iter().all(Result::is_ok));
             group.stop();
             script.threads_end();
@@ -240,13 +253,51 @@ async fn a_stopped_group_leaves_no_step_and_no_thread() {
     for shape in SHAPES {
         let script = Script::new(shape, []);
         let (group, _) = Group::start(script.factories(LIMITS), config(shape)).await.expect("it starts");
-        let running: Vec<_> = (0..50).map(|number| group.send(step(number))).collect();
+        let running: Vec<_> = (0..50).map(|number| send(&group, number)).collect();
         group.stop();
         script.threads_end();
-        for ran in running.into_iter().chain([group.send(step(0))]) {
+        for ran in running.into_iter().chain([send(&group, 0)]) {
             if let Err(fault) = within(ran).await.result {
                 assert_eq!(fault.to_string(), "device fault: the group is stopped");
             }
         }
+    }
+}
+
+/// A link that breaks, as one to another process may, is its device's failure and nobody else's.
+struct Breaking {
+    inner: Box<dyn Link>,
+    left: Arc<AtomicU64>,
+}
+
+impl Link for Breaking {
+    fn room(&mut self) -> &mut Carried {
+        self.inner.room()
+    }
+
+    fn hand_on(&mut self, batch: &Arc<StepBatch>) {
+        assert_ne!(self.left.fetch_sub(1, Ordering::SeqCst), 0, "the link is cut");
+        self.inner.hand_on(batch);
+    }
+}
+
+#[actix::test]
+async fn a_link_that_breaks_is_named_with_its_device() {
+    for shape in [Shape(2, 1), Shape(2, 2), Shape(3, 1)] {
+        let script = Script::new(shape, []);
+        let left = Arc::new(AtomicU64::new(4));
+        let linking: link::Linking = Arc::new(move |posts, room| {
+            Box::new(Breaking { inner: link::local(posts, room), left: left.clone() })
+        });
+        let config = GroupConfig { linking, ..config(shape) };
+        let (group, _) = Group::start(script.factories(LIMITS), config).await.expect("it starts");
+        let told = run(&group, 10).await.into_iter().find_map(Result::err).expect("it breaks");
+        assert!(
+            told.starts_with("device fault: t") && told.contains(":0: ") && told.contains("the link is cut"),
+            "{told}"
+        );
+        assert!(run(&group, 10).await.iter().all(Result::is_ok));
+        group.stop();
+        script.threads_end();
     }
 }

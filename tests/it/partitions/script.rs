@@ -5,8 +5,8 @@
 use mainstem::model::executor::{Executor, KvPlan};
 use mainstem::model::{ModelSource, ModelSpec};
 use mainstem_kernels::{
-    Flow, KvTable, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanStack, SpanTable,
-    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    Flow, KvTable, PageCopy, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanStack,
+    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Want,
 };
 
 const SLOTS: u32 = 5;
@@ -15,12 +15,13 @@ const PAGE: usize = 32;
 /// Pages of a slot's own table; its source has one more.
 const PAGES: u32 = (POSITIONS / PAGE) as u32;
 
-/// F32, as exact as can be.
-pub const KV: KvPlan = KvPlan { ty: QuantType::F32, pages: 1 + (SLOTS * (PAGES + 1)) as usize };
+/// What a slot has of its own is not enough to copy it.
+const SPARE: u32 = 1 + SLOTS * (PAGES + 1);
 
 /// The steps, and what came of each.
-#[derive(Default)]
 pub struct Script {
+    /// The cache they are made for.
+    pub kv: KvPlan,
     pub batches: Vec<StepBatch>,
     pub outputs: Vec<StepOutput>,
 }
@@ -46,9 +47,11 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
 }
 
 impl Script {
-    /// Written while the whole model answers.
-    pub fn of(source: &ModelSource, device: &mut dyn Executor) -> Script {
-        let mut script = Script::default();
+    /// Written while the whole model answers, on the device that is made for such a cache.
+    pub fn of(source: &ModelSource, ty: QuantType, make: impl Fn(KvPlan) -> Box<dyn Executor>) -> Script {
+        let kv = KvPlan { ty, pages: (SPARE + 2) as usize };
+        let mut script = Script { kv, batches: Vec::new(), outputs: Vec::new() };
+        let device = &mut *make(kv);
         match source.spec.decoder.is_some() {
             true => script.tell(source, device),
             false => script.read(source, device),
@@ -67,14 +70,17 @@ impl Script {
         self.outputs.last().expect("it was just put there")
     }
 
-    /// Sequences that join and leave at different steps, prompts whole and in chunks, moves, a hole.
+    /// Sequences that join and leave at different steps, prompts whole and in chunks, moves, copies of pages, a hole.
     fn tell(&mut self, source: &ModelSource, device: &mut dyn Executor) {
         let mut tales = tales(source.spec.encoder.is_some());
         for turn in 0.. {
             let mut batch = StepBatch::default();
-            if turn == 4 {
-                batch.moves.push(SlotMove { from: tales[0].slot, to: 4 });
-                tales[0].slot = 4;
+            for (_, number, to) in MOVES.iter().filter(|(at, ..)| *at == turn) {
+                batch.moves.push(SlotMove { from: tales[*number].slot, to: *to });
+                tales[*number].slot = *to;
+            }
+            if turn == 5 {
+                tales[0].copy(&mut batch);
             }
             let mut drawn = Vec::new();
             let live = |tale: &Tale| turn >= tale.joins && tale.drawn.len() < tale.tokens;
@@ -174,6 +180,9 @@ struct Tale {
     drawn: Vec<u32>,
 }
 
+/// Of whom, to which slot, at which turn: of one who draws, of one whose prompt is not through yet, and of two at once.
+const MOVES: [(usize, usize, u32); 4] = [(4, 0, 4), (5, 3, 0), (6, 1, 3), (6, 0, 2)];
+
 /// The third leaves early, and the fourth takes its slot and its pages.
 fn tales(has_source: bool) -> Vec<Tale> {
     let tale = |(slot, len, chunk, joins, tokens): (u32, usize, usize, usize, usize)| Tale {
@@ -199,6 +208,19 @@ impl Tale {
         if !self.source.is_empty() {
             batch.tables.push(entry(KvTable::Cross, 0, first + PAGES));
             encoder_span(batch, self.slot, &self.source);
+        }
+    }
+
+    /// From now on it has copies of its first page and its source's. It is the one that began in slot 0, which nobody has
+    /// taken yet.
+    fn copy(&self, batch: &mut StepBatch) {
+        let mut copied = |table, page, to| {
+            batch.copies.push(PageCopy { from: page, to });
+            batch.tables.push(TableUpdate { slot: self.slot, table, index: 0, page: to });
+        };
+        copied(KvTable::Own, PAGES, SPARE);
+        if !self.source.is_empty() {
+            copied(KvTable::Cross, PAGES + 1, SPARE + 1);
         }
     }
 

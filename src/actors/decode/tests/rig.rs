@@ -4,12 +4,13 @@
 //! Invariant: a token depends on every token before it as the devices' memory has them, so that whatever went to a wrong
 //! slot, page or place in the order shows in the tokens.
 
-use super::super::{Confluence, Decode, DecodeConfig, Neighbours, Steps};
+use super::super::{Decode, DecodeConfig, Neighbours};
 use crate::actors::device::{Ran, Step};
+use crate::actors::group::{Devices, Epoch, Running};
 use crate::actors::intake::{FreePermits, Intake};
 use crate::actors::kv::{Held, Kv};
 use crate::actors::limits::IntakeLimits;
-use crate::actors::prefill::Prefill;
+use crate::actors::prefill::{Chunk, NextChunk, Prefill};
 use crate::actors::status::Status;
 use crate::actors::stream::{Standing, Submit, TokenStream};
 use crate::actors::testing::within;
@@ -17,15 +18,15 @@ use crate::config::Policy;
 use crate::memory::{PagePool, divided};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
-use actix::{Actor, Addr};
+use actix::{Actor, Addr, Handler, ResponseFuture};
 use mainstem_kernels::batch::{Page, SINK_PAGE};
 use mainstem_kernels::{
     DeviceError, KvTable, SampleMode, SampledRow, Span, SpanTable, SpanTokens, StepBatch, StepLimits,
     StepOutput, Want,
 };
 use std::collections::VecDeque;
-use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -138,21 +139,65 @@ struct Flying {
     done: u64,
 }
 
+/// A step that was sent in that epoch.
+type Sent = (Epoch, Box<Step>, oneshot::Sender<Ran>);
+
 /// Where the lanes send their steps.
 struct Door {
     devices: usize,
-    sent: UnboundedSender<(Box<Step>, oneshot::Sender<Ran>)>,
+    sent: UnboundedSender<Sent>,
+    faults: AtomicU64,
+    /// They fail while the next question for chunks is answered.
+    fails_at_question: AtomicBool,
 }
 
-impl Steps for Door {
-    fn send(&self, step: Box<Step>) -> Pin<Box<dyn Future<Output = Ran>>> {
+impl Devices for Door {
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError> {
+        self.lasts(epoch)?;
         let (reply, ran) = oneshot::channel();
-        let _ = self.sent.send((step, reply));
-        Box::pin(async { ran.await.expect("the test answers each step") })
+        let _ = self.sent.send((epoch, step, reply));
+        Ok(Box::pin(async { ran.await.expect("the test answers each step") }))
     }
 
-    fn devices(&self) -> usize {
+    fn epoch(&self) -> Epoch {
+        Epoch(self.faults.load(Ordering::Relaxed))
+    }
+
+    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        if epoch == self.epoch() { Ok(()) } else { Err(fault()) }
+    }
+
+    fn count(&self) -> usize {
         self.devices
+    }
+}
+
+fn fault() -> DeviceError {
+    DeviceError::Fault("the test's fault".to_owned())
+}
+
+/// Stands between the lanes and prefill.
+struct Gate {
+    prefill: Addr<Prefill>,
+    door: Arc<Door>,
+}
+
+impl Actor for Gate {
+    type Context = actix::Context<Gate>;
+}
+
+impl Handler<NextChunk> for Gate {
+    type Result = ResponseFuture<Vec<Chunk>>;
+
+    fn handle(&mut self, question: NextChunk, _: &mut Self::Context) -> Self::Result {
+        let (answer, door) = (self.prefill.send(question), self.door.clone());
+        Box::pin(async move {
+            let chunks = answer.await.unwrap_or_default();
+            if door.fails_at_question.swap(false, Ordering::Relaxed) {
+                door.faults.fetch_add(1, Ordering::Relaxed);
+            }
+            chunks
+        })
     }
 }
 
@@ -177,7 +222,7 @@ impl Wish {
     }
 }
 
-/// When a fault is heard of, beside what the steps behind it gave.
+/// When a fault is heard of, beside what the steps before it gave.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Heard {
     First,
@@ -203,9 +248,12 @@ pub struct Rig {
     pub intake: Addr<Intake>,
     pub kv: Addr<Kv>,
     pub status: Arc<Status>,
-    sent: UnboundedReceiver<(Box<Step>, oneshot::Sender<Ran>)>,
+    door: Arc<Door>,
+    sent: UnboundedReceiver<Sent>,
     flying: VecDeque<Flying>,
     memory: Memory,
+    /// How often the devices lost it.
+    lost: Epoch,
     number: u64,
     pub clock: u64,
     /// When each stage is free.
@@ -234,24 +282,29 @@ impl Rig {
         let kv = Kv::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
         let prefill =
             Prefill::new(kv.clone().recipient(), kv.clone().recipient(), policy, slots, lanes).start();
+        let (faults, fails_at_question) = Default::default();
+        let door = Arc::new(Door { devices: stages, sent: sent_tx, faults, fails_at_question });
+        let gate = Gate { prefill: prefill.clone(), door: door.clone() }.start();
         let neighbours = Neighbours {
-            prefill_next: prefill.clone().recipient(),
+            prefill_next: gate.recipient(),
             prefill_ahead: prefill.clone().recipient(),
             prefill_forget: prefill.clone().recipient(),
             kv_turn: kv.clone().recipient(),
             kv_reset: kv.clone().recipient(),
-            devices: Confluence::new(Arc::new(Door { devices: stages, sent: sent_tx })),
+            devices: door.clone(),
             status: status.clone(),
         };
         let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes };
         for lane in 0..lanes {
             Decode::new(lane, neighbours.clone(), config.clone()).start();
         }
-        let intake = Intake::new(door(slots, pages), prefill.recipient(), status.clone()).start();
+        let intake = Intake::new(intake_limits(slots, pages), prefill.recipient(), status.clone()).start();
         Rig {
             intake,
             kv,
             status,
+            lost: door.epoch(),
+            door,
             sent,
             flying: VecDeque::new(),
             memory: Memory::new(slots, pages),
@@ -283,13 +336,32 @@ impl Rig {
         while quiet < 25 {
             tokio::task::yield_now().await;
             quiet += 1;
-            while let Ok((step, reply)) = self.sent.try_recv() {
-                self.depart(step, reply);
+            if self.depart_all() {
                 quiet = 0;
             }
         }
         let clock = self.clock;
         self.told.iter_mut().for_each(|told| told.listen(clock));
+    }
+
+    /// Whether anything was sent, or lost.
+    fn depart_all(&mut self) -> bool {
+        let mut any = self.lost != self.door.epoch();
+        if any {
+            self.lost = self.door.epoch();
+            self.memory = Memory::new(self.wish.slots, self.memory.tokens.len() / PAGE);
+            for Flying { step, reply, .. } in self.flying.drain(..) {
+                let _ = reply.send(Ran { step, result: Err(fault()) });
+            }
+        }
+        while let Ok((epoch, step, reply)) = self.sent.try_recv() {
+            any = true;
+            match self.door.lasts(epoch) {
+                Ok(()) => self.depart(step, reply),
+                result => _ = reply.send(Ran { step, result }),
+            }
+        }
+        any
     }
 
     /// A step enters the first stage, and each further one when it is through the one before and that one is free.
@@ -339,20 +411,30 @@ impl Rig {
         let _ = reply.send(Ran { step, result: Ok(()) });
     }
 
-    /// The devices fail: so many steps in flight from the first on fail together, the others run on what is built anew,
-    /// and those of them that are in flight now are through before anybody hears of the fault, if so wished.
-    pub fn fail(&mut self, steps: usize, heard: Heard) {
-        self.memory = Memory::new(self.wish.slots, self.memory.tokens.len() / PAGE);
-        let failed: Vec<Flying> = self.flying.drain(..steps).collect();
-        if heard == Heard::Last {
-            for Flying { mut step, reply, .. } in self.flying.drain(..) {
+    /// The devices fail when that many of the steps in flight are through. The others fail together, and their lanes hear
+    /// of it before or after the lanes of those that are through hear of these.
+    pub fn fail(&mut self, through: usize, heard: Heard) {
+        self.depart_all();
+        let mut told: Vec<(oneshot::Sender<Ran>, Ran)> = Vec::new();
+        for (number, Flying { mut step, reply, .. }) in self.flying.drain(..).enumerate() {
+            let result = if number < through { Ok(()) } else { Err(fault()) };
+            if result.is_ok() {
                 step.output = self.memory.run(&step.batch);
-                let _ = reply.send(Ran { step, result: Ok(()) });
             }
+            told.push((reply, Ran { step, result }));
         }
-        for Flying { step, reply, .. } in failed {
-            let _ = reply.send(Ran { step, result: Err(DeviceError::Fault("the test's fault".to_owned())) });
+        self.door.faults.fetch_add(1, Ordering::Relaxed);
+        if heard == Heard::First {
+            told.rotate_left(through);
         }
+        for (reply, ran) in told {
+            let _ = reply.send(ran);
+        }
+    }
+
+    /// The devices fail while the next question for chunks is answered.
+    pub fn fail_at_question(&self) {
+        self.door.fails_at_question.store(true, Ordering::Relaxed);
     }
 
     /// Lets everything land.
@@ -410,7 +492,7 @@ impl Told {
     }
 }
 
-fn door(slots: usize, pages: usize) -> IntakeLimits {
+fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
     IntakeLimits {
         slots,
         max_waiting: 1000,

@@ -1,6 +1,6 @@
 //! What the keeper asks the meeting place, and says there.
 //!
-//! Invariant: a group serves only when every device has been built in the same epoch.
+//! Invariant: a group serves only when every device has been built in the same build.
 
 use super::{Hub, Member, News, Phase, Place, State, THREAD_ENDED};
 use crate::actors::group::link::Post;
@@ -16,6 +16,11 @@ use tracing::error;
 /// Numbers that members exchange at a time: as much as stays in a core's cache.
 const EXCHANGED: usize = 1 << 15;
 
+/// Bytes by which the members of a stage exchange them: each has two boxes.
+pub(in crate::actors::group) fn exchange_bytes(members: usize) -> usize {
+    if members > 1 { 2 * members * EXCHANGED * size_of::<f32>() } else { 0 }
+}
+
 impl Hub {
     /// Waits for what needs it; `None` at the end.
     pub fn next_news(&self) -> Option<News> {
@@ -26,7 +31,7 @@ impl Hub {
             state = match (state.phase, due) {
                 (Phase::Stopping, _) => return None,
                 (Phase::Failed, _) => return Some(News::Failed),
-                (Phase::Away, _) if state.steps.waiting() > 0 => return Some(News::Wanted),
+                (Phase::Away, _) if state.steps.wait() => return Some(News::Wanted),
                 (Phase::Serving, Some((_, Some(due)))) if due <= now => {
                     state.give_up();
                     return Some(News::Stalled);
@@ -58,23 +63,37 @@ impl Hub {
     pub fn not_cleared(&self, until: Option<Instant>) -> Vec<Place> {
         let mut state = self.lock();
         loop {
-            let left = state.places(|member| member.lives && !member.cleared);
-            let over = until.is_some_and(|until| Instant::now() >= until);
-            if left.is_empty() || over || state.phase == Phase::Stopping {
+            let left = state.places(Member::is_busy);
+            if left.is_empty() || is_over(until) || state.phase == Phase::Stopping {
                 return left;
             }
             state = self.wait(state, until);
         }
     }
 
+    /// The same, but a device of which another thread hangs already is waited for beyond that, lest ever more threads have
+    /// a model each. Meanwhile steps are not: they are told.
+    pub fn to_give_up(&self, until: Option<Instant>) -> Vec<Place> {
+        let mut left = self.not_cleared(until);
+        let mut state = self.lock();
+        loop {
+            let again = state.places(|member| member.is_busy() && member.hanging > 0);
+            if again.is_empty() || state.phase == Phase::Stopping {
+                left.retain(|place| state.member(*place).is_some_and(|member| member.is_busy()));
+                return left;
+            }
+            self.tell_waiting(&mut state, &again, "hangs, as does the thread that it replaced");
+            state = self.wait(state, None);
+        }
+    }
+
     /// Everything on the devices is lost because those did not answer.
     pub fn tell_stalled(&self, stalled: &[Place]) {
-        let names: Vec<&str> = stalled.iter().map(|place| self.name(*place)).collect();
         let timeout = self.config.step_timeout.unwrap_or_default();
-        let fault = match names.is_empty() {
-            true => DeviceError::Fault(format!("no answer within {timeout:?}")),
-            false => DeviceError::Fault(format!("{}: no answer within {timeout:?}", names.join(", "))),
-        };
+        let fault = DeviceError::Fault(match stalled.is_empty() {
+            true => format!("no answer within {timeout:?}"),
+            false => format!("{}: no answer within {timeout:?}", self.names(stalled)),
+        });
         let what = self.config.what();
         error!(%fault, "{what} failed; it is being rebuilt");
         self.lock().steps.lose(&fault);
@@ -95,6 +114,7 @@ impl Hub {
                 member.mailbox.close();
                 member.incarnation += 1;
                 member.lives = false;
+                member.hanging += 1;
                 true
             }
             _ => false,
@@ -108,25 +128,32 @@ impl Hub {
             return None;
         }
         let incarnation = old.incarnation + 1;
-        let mailbox = Arc::new(Mailbox::new());
+        let mailbox = Arc::new(Mailbox::new(self.config.lanes));
         let member = &mut state.members[old.stage][old.rank];
-        *member = Member { mailbox: mailbox.clone(), incarnation, lives: true, cleared: true, built: None };
+        let hanging = member.hanging;
+        *member = Member {
+            mailbox: mailbox.clone(),
+            incarnation,
+            lives: true,
+            cleared: true,
+            built: None,
+            hanging,
+        };
         Some((Place { incarnation, ..old }, mailbox))
     }
 
-    /// There are no devices until further notice; gives how many steps wait for them already.
-    pub fn away(&self) -> usize {
+    /// There are no devices until further notice.
+    pub fn away(&self) {
         let mut state = self.lock();
         if state.phase != Phase::Stopping {
             state.phase = Phase::Away;
         }
-        state.steps.waiting()
     }
 
     /// Tells every device to build.
     pub fn build(&self) {
         let mut state = self.lock();
-        state.epoch += 1;
+        state.build += 1;
         state.abort = Abort::new();
         for stage in 0..state.members.len() {
             self.build_stage(&mut state, stage);
@@ -134,7 +161,7 @@ impl Hub {
     }
 
     fn build_stage(&self, state: &mut State, stage: usize) {
-        let (epoch, abort) = (state.epoch, state.abort.clone());
+        let (build, abort) = (state.build, state.abort.clone());
         let collectives: Vec<Box<dyn Collective>> = match state.members[stage].len() {
             1 => vec![Box::new(Alone)],
             members => {
@@ -146,7 +173,7 @@ impl Hub {
             let duty = if rank == 0 { self.duty(state, stage) } else { Duty::Nothing };
             let member = &mut state.members[stage][rank];
             member.built = None;
-            let seat = Seat { epoch, abort: abort.clone(), duty };
+            let seat = Seat { build, abort: abort.clone(), duty };
             member.mailbox.put(Order::Build(seat, collective));
         }
     }
@@ -154,17 +181,25 @@ impl Hub {
     /// What becomes of a stage's part of a step.
     fn duty(&self, state: &State, stage: usize) -> Duty {
         let Some(next) = state.members.get(stage + 1) else { return Duty::Answer };
-        let posts = next.iter().map(|member| Post::new(member.mailbox.clone(), state.epoch)).collect();
+        let posts = next.iter().map(|member| Post::new(member.mailbox.clone(), state.build)).collect();
         Duty::HandOn((self.config.linking)(posts, self.config.room()))
     }
 
-    /// Waits until every device has said how its build went. Of several errors, one that says why.
-    pub fn wait_built(&self) -> Result<Vec<Vec<ExecutorReport>>> {
+    /// Waits until every device has said how its build went. Of several errors, one that says why. Steps wait for it until
+    /// then at most: from then on they are told. The device itself is waited for, for nobody else could build it: it has
+    /// the memory, and what hinders it hinders others.
+    pub fn wait_built(&self, until: Option<Instant>) -> Result<Vec<Vec<ExecutorReport>>> {
         let mut state = self.lock();
-        while state.phase != Phase::Stopping
-            && state.members.iter().flatten().any(|member| member.lives && member.built.is_none())
-        {
-            state = self.wait(state, None);
+        loop {
+            let left = state.places(|member| member.lives && member.built.is_none());
+            if left.is_empty() || state.phase == Phase::Stopping {
+                break;
+            }
+            let over = is_over(until);
+            if over {
+                self.tell_waiting(&mut state, &left, "is still being built, which takes too long");
+            }
+            state = self.wait(state, until.filter(|_| !over));
         }
         ensure!(state.phase != Phase::Stopping, "the group is stopped");
         let mut reports = Vec::with_capacity(state.members.len());
@@ -194,23 +229,36 @@ impl Hub {
         }
     }
 
-    /// There are none, which the first `count` steps that wait are told.
-    pub fn turn_away(&self, count: usize, fault: &DeviceError) {
+    /// There are none to be had, which whoever waits is told.
+    pub fn turn_away(&self, fault: &DeviceError) {
         let mut state = self.lock();
         if state.phase != Phase::Stopping {
-            state.steps.turn_away(count, fault);
+            state.steps.lose(fault);
         }
     }
 
+    /// Those that wait are told that these devices are not to be had.
+    fn tell_waiting(&self, state: &mut State, places: &[Place], why: &str) {
+        if state.steps.wait() {
+            let fault = DeviceError::Fault(format!("{}: {why}", self.names(places)));
+            error!(%fault, "steps are turned away");
+            state.steps.lose(&fault);
+        }
+    }
+
+    fn names(&self, places: &[Place]) -> String {
+        places.iter().map(|place| self.name(*place)).collect::<Vec<_>>().join(", ")
+    }
+
     /// Waits at the end until all threads have ended, until then at most; gives those that have not.
-    pub fn not_ended(&self, until: Option<Instant>) -> Vec<Place> {
+    pub fn not_ended(&self, until: Instant) -> Vec<Place> {
         let mut state = self.lock();
         loop {
             let left = state.places(|member| member.lives);
-            if left.is_empty() || until.is_some_and(|until| Instant::now() >= until) {
+            if left.is_empty() || is_over(Some(until)) {
                 return left;
             }
-            state = self.wait(state, until);
+            state = self.wait(state, Some(until));
         }
     }
 
@@ -223,4 +271,15 @@ impl Hub {
             }
         }
     }
+}
+
+impl Member {
+    /// Whether it has not dropped yet what it had.
+    fn is_busy(&self) -> bool {
+        self.lives && !self.cleared
+    }
+}
+
+fn is_over(until: Option<Instant>) -> bool {
+    until.is_some_and(|until| Instant::now() >= until)
 }

@@ -87,6 +87,46 @@ mod tests {
     use super::*;
     use mainstem_kernels::Alone;
 
+    /// A member of three, whose sums and gathered rows are there at once.
+    struct OfThree;
+
+    impl Collective for OfThree {
+        fn rank(&self) -> usize {
+            1
+        }
+
+        fn members(&self) -> usize {
+            3
+        }
+
+        fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+            x.iter_mut().for_each(|x| *x *= 3.0);
+            Ok(())
+        }
+
+        fn gather(&mut self, _: usize, _: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+            all.fill(own[0]);
+            Ok(())
+        }
+    }
+
+    /// A millisecond for each message, and another for each 100 bytes: two messages of 25 numbers, and two of the 2 x 50
+    /// numbers of the widest member.
+    #[test]
+    fn sums_and_gathered_rows_are_the_same_but_later() {
+        let link = Link { latency: 1e-3, bandwidth: 100_000.0 };
+        let mut stage = SlowStage { stage: Box::new(OfThree), link };
+        assert_eq!((stage.rank(), stage.members()), (1, 3));
+        let (mut x, began) = ([2.0; 25], Instant::now());
+        stage.sum(&mut x).unwrap();
+        assert!(began.elapsed() >= Duration::from_millis(4), "{:?}", began.elapsed());
+        assert_eq!(x, [6.0; 25]);
+        let (mut all, began) = ([0.0; 200], Instant::now());
+        stage.gather(2, &[20, 30, 50], &[7.0; 60], &mut all).unwrap();
+        assert!(began.elapsed() >= Duration::from_millis(10), "{:?}", began.elapsed());
+        assert_eq!(all, [7.0; 200]);
+    }
+
     /// Hands on 100 bytes.
     struct Handing;
 

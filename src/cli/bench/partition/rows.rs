@@ -9,7 +9,7 @@ use std::fmt::Write;
 /// One way, with its samples.
 pub struct PartitionRow {
     pub strategy: &'static str,
-    /// As `--devices` says it, by numbers.
+    /// As `--devices` says it.
     pub devices: String,
     /// Of each stage.
     pub layers: Vec<usize>,

@@ -1,0 +1,75 @@
+use super::*;
+use crate::model::shard::Shard;
+use crate::model::{ModelRef, ModelSource, tensors};
+use std::path::Path;
+
+fn of_file(path: &str) -> (ModelSource, ModelShape) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let source = ModelSource::open(&ModelRef::Path(path), None).unwrap();
+    let stored = |piece: &Piece| source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
+    let shape = ModelShape::of_spec("it", &source.spec, stored, QuantType::F16);
+    (source, shape)
+}
+
+/// Each stored number is in one layer, the embedding or the head, up to norms that stand behind the last layer.
+#[test]
+fn a_models_parts_make_up_its_files() {
+    for fixture in ["gqa", "biased", "mha", "tied"] {
+        let (source, shape) = of_file(&format!("tests/fixtures/{fixture}"));
+        let files: usize = tensors::needed(&source.spec)
+            .into_iter()
+            .map(|piece| source.checkpoint.tensor(&piece.name).unwrap().bytes_len())
+            .sum();
+        let (stored, files) = (shape.stored(), files as f64);
+        assert!((stored - files).abs() / files < 0.02, "{fixture}: {stored} of {files}");
+        assert_eq!(shape.units().len(), source.spec.layers());
+    }
+}
+
+/// A device with both ends of a model holds what they share once; devices that have one each, both.
+#[test]
+fn a_shared_table_is_twice_in_the_units_that_have_it() {
+    let (source, shape) = of_file("tests/fixtures/tied");
+    let table = &source.spec.last_stack().embedding.as_ref().unwrap().table;
+    let table = source.checkpoint.tensor(&table.name).unwrap().bytes_len() as f64;
+    let layers = shape.layers();
+    assert_eq!(shape.stored_twice(&(0..layers)), table);
+    assert_eq!([0..layers - 1, 1..layers].map(|part| shape.stored_twice(&part)), [0.0, 0.0]);
+    assert!(of_file("tests/fixtures/gqa").1.tables.is_empty());
+}
+
+/// 41.3 billion parameters, as its card says.
+#[test]
+fn the_papers_model_has_its_size() {
+    let shape = ModelShape::uniform("falcon-40b", &FALCON_40B);
+    assert!((shape.stored() / 2.0 / 1e9 - 41.3).abs() < 0.1, "{}", shape.stored());
+    assert_eq!((shape.layers(), shape.heads), (60, 128));
+}
+
+/// One KV head of two query heads is on both members that have one of those; one of two is on two of four.
+#[test]
+fn kv_heads_are_whole_on_each_member_that_needs_them() {
+    for (fixture, members, times) in [("mqa", 2, 2.0), ("gqa", 4, 2.0), ("gqa", 2, 1.0), ("mha", 2, 1.0)] {
+        let (source, shape) = of_file(&format!("tests/fixtures/{fixture}"));
+        let layer = shape.decoder.unwrap().layers[0];
+        let own = layer.of_member(1.0 / members as f64);
+        assert_eq!(own.kv * members as f64, layer.whole().kv * times, "{fixture}");
+        // As the shard has it, beside norms, which are on all.
+        let shard = Shard { shares: vec![1; members], ..Shard::whole(&source.spec) };
+        let stored = |piece: &Piece| source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
+        let cut = ModelShape::of_spec("it", &source.part(&shard).unwrap(), stored, QuantType::F16);
+        let cut = cut.decoder.unwrap().layers[0].whole();
+        assert_eq!(own.kv, cut.kv, "{fixture}");
+        assert!((own.stored / cut.stored - 1.0).abs() < 0.05, "{fixture}: {own:?} {cut:?}");
+    }
+}
+
+#[test]
+fn a_row_reads_the_experts_it_is_sent_to_and_many_rows_all() {
+    let part = Part { stored: 100.0, read: 20.0, read_per_row: 10.0, read_max: 100.0, ..Part::default() };
+    assert_eq!([1.0, 2.0, 80.0].map(|rows| part.bytes_read(rows)), [30.0, 40.0, 100.0]);
+    // An embedding beside them is looked up, and never read.
+    let stage = looked_up(matrix(QuantType::F32, 100)) + part;
+    assert_eq!([1.0, 80.0].map(|rows| stage.bytes_read(rows)), [30.0, 100.0]);
+    assert_eq!(stage.stored, 500.0);
+}

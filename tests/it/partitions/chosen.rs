@@ -1,0 +1,91 @@
+//! What is tried on some models only: devices of several kinds, caches in half precision, what devices say of themselves, and
+//! tokens that there are none of.
+
+use super::*;
+use mainstem::model::executor::{ExecutorReport, forecast};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Barrier;
+
+/// Every operation of a stage is the oracle's too; and stages of different kinds understand each other.
+#[test]
+fn stages_can_be_of_different_kinds() {
+    for name in ["qwen2_moe", "invented_one", "t5"] {
+        let model = family(name, "partitions-kinds");
+        let source = open(&model.0);
+        let script = script_of(&source, QuantType::F32);
+        let layers = source.spec.layers();
+        for kinds in [&["reference", "cpu"][..], &["cpu", "reference"], &["reference"]] {
+            let counts = if kinds.len() == 2 { vec![1, layers - 1] } else { vec![layers] };
+            let shares = vec![vec![1, 1]; kinds.len()];
+            let mut partition = partition(&source.spec, &counts, &shares, ExpertSplit::Column);
+            for (stage, kind) in partition.stages.iter_mut().zip(kinds) {
+                stage.members.iter_mut().for_each(|member| member.device = format!("{kind}:0"));
+            }
+            let what = format!("{name} on {kinds:?}");
+            let answers = play(&source, &partition, &script, EXCHANGED[1]);
+            check(&what, &answers, &script.outputs, Near::Within(TOLERANCE));
+        }
+    }
+}
+
+/// A member's heads are laid out and copied as all heads are.
+#[test]
+fn caches_can_be_in_half_precision() {
+    for name in ["gqa", "families/gemma3", "families/t5"] {
+        let played = check_partitions(name, &open(&fixture(name)), (QuantType::F16, HALF_TOLERANCE));
+        assert!(played >= 12, "{name}: only {played} were played");
+    }
+}
+
+#[test]
+fn devices_that_load_at_once_report_their_own_bytes() {
+    const MEMBERS: usize = 4;
+    let source = open(&fixture("gqa"));
+    let (limits, kv) = (script::limits(&source.spec), KvPlan { ty: QuantType::F32, pages: 100 });
+    let shards: Vec<Shard> = (0..MEMBERS)
+        .map(|rank| Shard { rank, shares: vec![1, 3, 2, 1], ..Shard::whole(&source.spec) })
+        .collect();
+    let bytes = |report: ExecutorReport| {
+        [report.weight_bytes, report.kv_bytes, report.activation_bytes, report.step_bytes]
+    };
+    let foretold = |shard| bytes(forecast(cpu(), &source, shard, kv, limits).expect("the fixture is open"));
+    let foretold: Vec<_> = shards.iter().map(foretold).collect();
+    // What happens to be built at the same moment differs.
+    for _ in 0..10 {
+        let all_are_there = Barrier::new(MEMBERS);
+        let build = |shard, place| {
+            all_are_there.wait();
+            bytes(device("cpu", &source, shard, kv, Some(place)).report())
+        };
+        let said: Vec<_> = thread::scope(|scope| {
+            let places = local::stage(MEMBERS, 1, &Abort::new());
+            let build = &build;
+            let threads: Vec<_> = shards
+                .iter()
+                .zip(places)
+                .map(|(shard, place)| scope.spawn(move || build(shard, place)))
+                .collect();
+            threads.into_iter().map(|thread| thread.join().expect("a member is built")).collect()
+        });
+        assert_eq!(said, foretold);
+    }
+}
+
+/// A device that has some of the vocabulary cannot tell a token that others have from one that nobody has, nor can one that
+/// has no embedding.
+#[test]
+fn a_token_that_there_is_not_is_a_fault_on_every_device() {
+    let source = open(&fixture("gqa"));
+    let script = script_of(&source, QuantType::F32);
+    let mut batch = script.batches[0].clone();
+    batch.tokens[0] = source.spec.vocab as u32;
+    let partition = partition(&source.spec, &[1, 1], &[vec![1], vec![1]], ExpertSplit::Column);
+    for shard in [Shard::whole(&source.spec), partition.shard(0, 0), partition.shard(1, 0)] {
+        let mut device = device("cpu", &source, &shard, script.kv, None);
+        let flow = Flow { from: Some(&Carried::default()), to: None };
+        let ran = catch_unwind(AssertUnwindSafe(|| device.run(&batch, flow, &mut StepOutput::default())));
+        let said = ran.expect_err("it is a fault");
+        let said = said.downcast_ref::<String>().expect("it says why");
+        assert!(said.contains("a token beyond the 263 there are"), "{said}");
+    }
+}
