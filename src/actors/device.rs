@@ -67,7 +67,16 @@ enum Failure {
     Panic(Box<dyn Any + Send>),
 }
 
-/// Tells the group that the thread ends, whatever ends it.
+/// Tells the group that the thread will end, whatever ends it.
+struct Ending(Arc<Hub>, Place);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.ends(self.1);
+    }
+}
+
+/// Tells the group that the device is gone, and its thread as good as.
 struct Leaving(Arc<Hub>, Place);
 
 impl Drop for Leaving {
@@ -88,9 +97,11 @@ impl Device {
         let name = format!("dev {}", hub.name(place));
         let output = StepOutput::with_capacity(hub.limits());
         Builder::new().name(name).spawn(move || {
+            // In this order: the others of a stage see that a device goes, and must not be heard before it; and as long
+            // as it has something to drop, it may hang.
+            let _leaving = Leaving(hub.clone(), place);
             let mut device = Device { place, hub: hub.clone(), mailbox, factory, held: None, output };
-            // It goes before the device does: the others of a stage see that one is gone, and must not be heard first.
-            let _leaving = Leaving(hub, place);
+            let _ending = Ending(hub, place);
             device.serve();
         })
     }

@@ -185,11 +185,7 @@ pub async fn start(
     factories: Vec<Vec<Factory>>,
 ) -> Result<Engine> {
     let (names, lanes, step_timeout) = (setup.partition.names(), setup.lanes, setup.step_timeout);
-    let gathering = match setup.scheduler.policy {
-        Policy::Window { window } => window,
-        Policy::Fused | Policy::Concurrent => Duration::ZERO,
-    };
-    let status = Arc::new(Status::new(gathering + step_timeout.unwrap_or_default(), lanes));
+    let status = Arc::new(Status::new(quiet(&setup), lanes));
     let config = GroupConfig {
         lanes,
         step_timeout,
@@ -233,6 +229,18 @@ impl Engine {
         let _ = self.control.join();
         self.group.stop();
     }
+}
+
+/// How long a lane may be without a sign of life while all is well: while requests gather, and while a step of its comes
+/// back. As many steps as lanes are on the devices, and before it as many wait for a place there as others sent ahead while
+/// it rested; each may take that long after the one before.
+fn quiet(setup: &EngineSetup) -> Duration {
+    let gathering = match setup.scheduler.policy {
+        Policy::Window { window } => window,
+        Policy::Fused | Policy::Concurrent => Duration::ZERO,
+    };
+    let steps = u32::try_from(2 * setup.lanes - 1).unwrap_or(u32::MAX);
+    gathering.saturating_add(setup.step_timeout.unwrap_or_default().saturating_mul(steps))
 }
 
 /// How many lanes there are: each has a slot at least.

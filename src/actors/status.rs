@@ -17,12 +17,12 @@ pub struct Status {
     pub draining: AtomicBool,
     stopping: AtomicBool,
     failed: AtomicBool,
-    /// How long all may be well without a turn of the decode loop.
+    /// How long all may be well without a beat of a lane.
     quiet: Duration,
     /// Milliseconds after `started` when the devices, which are being built again, should be back; `NOT_AWAY` while they
     /// are there.
     back_ms: AtomicU64,
-    /// Milliseconds after `started` when work last came where there was none.
+    /// Milliseconds after `started` when work last came where there was none, or devices where there were none.
     came_ms: AtomicU64,
     lanes: Vec<Lane>,
 }
@@ -30,9 +30,9 @@ pub struct Status {
 /// What is known of a lane.
 #[derive(Default)]
 struct Lane {
-    /// Milliseconds after `started` when it last turned.
+    /// Milliseconds after `started` when it last turned, or a step of it landed.
     beat_ms: AtomicU64,
-    /// Whether it has sequences, so that it should turn.
+    /// Whether it has sequences, so that it should beat.
     works: AtomicBool,
 }
 
@@ -40,8 +40,8 @@ struct Lane {
 const NOT_AWAY: u64 = u64::MAX;
 
 impl Status {
-    /// Nothing in flight in so many lanes. `quiet`: how long all may be well without a turn of the decode loop: while
-    /// requests gather, and while a step takes the time that it may take.
+    /// Nothing in flight in so many lanes. `quiet`: how long all may be well without a beat of one: while requests gather,
+    /// and while steps take the time that they may take.
     pub fn new(quiet: Duration, lanes: usize) -> Status {
         Status {
             started: Instant::now(),
@@ -57,27 +57,30 @@ impl Status {
         }
     }
 
-    /// The decode loop of this lane turned just now, and has work.
+    /// The decode loop of this lane turned, or heard of a step, just now, and has work.
     pub fn beat(&self, lane: usize) {
         let lane = &self.lanes[lane];
         lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
         lane.works.store(true, Ordering::Relaxed);
     }
 
-    /// This lane has nothing to do, and need not turn.
+    /// This lane has nothing to do, and need not beat.
     pub fn rest(&self, lane: usize) {
         let lane = &self.lanes[lane];
         lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
         lane.works.store(false, Ordering::Relaxed);
     }
 
-    /// The devices are built again, which may take that long.
+    /// The devices are built again, which may take that long. Until they are there the first word stands: another try
+    /// does not excuse the one that failed.
     pub fn away_for(&self, time: Duration) {
-        self.back_ms.store(self.now_ms() + time.as_millis() as u64, Ordering::Relaxed);
+        let (back, relaxed) = (self.now_ms() + time.as_millis() as u64, Ordering::Relaxed);
+        let _ = self.back_ms.compare_exchange(NOT_AWAY, back, relaxed, relaxed);
     }
 
-    /// They are there, or could not be built, of which who waited for them has heard.
+    /// They are there. What waited for them begins now.
     pub fn back(&self) {
+        self.came_ms.store(self.now_ms(), Ordering::Relaxed);
         self.back_ms.store(NOT_AWAY, Ordering::Relaxed);
     }
 
@@ -90,8 +93,9 @@ impl Status {
         self.running.store(running, Ordering::Relaxed);
     }
 
-    /// How long requests have been in flight without a turn of the lane that has them; where no lane has any, without a
-    /// turn of whichever turned last. While the devices are built again, how much longer that takes than it may.
+    /// How long requests have been in flight without a beat of the lane that has them, beyond what may be; where no lane
+    /// has any, without a beat of whichever beat last. While the devices are built again, how much longer that takes than
+    /// it may.
     pub fn stalled_for(&self) -> Duration {
         let back = self.back_ms.load(Ordering::Relaxed);
         if back != NOT_AWAY {
@@ -102,8 +106,8 @@ impl Status {
         }
         let beat = |lane: &Lane| lane.beat_ms.load(Ordering::Relaxed);
         let working = self.lanes.iter().filter(|lane| lane.works.load(Ordering::Relaxed)).map(beat).min();
-        let turned = working.or_else(|| self.lanes.iter().map(beat).max()).unwrap_or(0);
-        let since = Duration::from_millis(turned.max(self.came_ms.load(Ordering::Relaxed)));
+        let last = working.or_else(|| self.lanes.iter().map(beat).max()).unwrap_or(0);
+        let since = Duration::from_millis(last.max(self.came_ms.load(Ordering::Relaxed)));
         self.started.elapsed().saturating_sub(since).saturating_sub(self.quiet)
     }
 
@@ -194,11 +198,17 @@ mod tests {
         status.away_for(Duration::from_secs(60));
         old_by(&mut status, Duration::from_secs(50));
         assert_eq!(status.stalled_for(), Duration::ZERO);
-        old_by(&mut status, Duration::from_secs(50));
         status.beat(0);
+        old_by(&mut status, Duration::from_secs(50));
         assert!(status.stalled_for() >= Duration::from_secs(39), "who is turned away is no sign of life");
+        status.away_for(Duration::from_secs(60));
+        assert!(status.stalled_for() >= Duration::from_secs(39), "nor is another try");
         status.back();
-        assert!(status.stalled_for() < Duration::from_secs(10));
+        assert!(status.stalled_for() < Duration::from_secs(10), "a step that waited for them begins now");
+        old_by(&mut status, Duration::from_secs(50));
+        assert!(status.stalled_for() >= Duration::from_secs(49), "but has to come to its end");
+        status.away_for(Duration::from_secs(60));
+        assert_eq!(status.stalled_for(), Duration::ZERO, "the next time they have their time again");
     }
 
     #[test]

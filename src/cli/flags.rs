@@ -131,11 +131,6 @@ pub struct PartitionFlags {
 }
 
 impl PartitionFlags {
-    /// Whether they say which devices there are, or what belongs to each.
-    pub fn says_which(&self) -> bool {
-        self.device_groups.is_some() || self.device_layers.is_some() || self.device_shares.is_some()
-    }
-
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("device.groups", self.device_groups);
         overrides.set("device.layers", self.device_layers);

@@ -14,7 +14,7 @@ use crate::config::{
     Config, ConfigError, DeviceConfig, DeviceName, Overrides, Source, bytes_of, duration_of, spelled,
 };
 use crate::planner::hardware::v100x4;
-use crate::planner::strategies::{self, Strategy, strategies};
+use crate::planner::strategies::{Strategy, strategies};
 use crate::planner::{Device, Forecast, Hardware, Link, Load, Place, Refusal, forecast, split};
 use crate::telemetry;
 use anyhow::{Context, Result};
@@ -111,9 +111,8 @@ impl PlanArgs {
         flags.set("model.path", self.model);
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
-        let is_said = self.devices.says_which();
         self.devices.add_to(&mut flags);
-        let (config, is_said) = with_several(self.config.as_deref(), flags, is_said)?;
+        let (config, is_said) = with_several(self.config.as_deref(), flags)?;
         let latency = self.link_latency.map(|text| duration_of(&text)).transpose();
         let latency = latency.map_err(|reason| usage("--link-latency", &reason))?;
         let speed = |text: String| bytes_of(text.strip_suffix("/s").unwrap_or(&text));
@@ -176,18 +175,22 @@ struct Model {
 struct Machine {
     name: String,
     devices: Vec<DeviceFigures>,
-    /// Bytes per second; null where devices do not share a memory.
+    /// Bytes per second, and bytes, of a memory that devices share; null where they do not, or it is not known.
     bandwidth_together: Option<f64>,
+    memory_together: Option<f64>,
     /// Between the members of a stage, and from one stage to the next.
     within: LinkFigures,
     between: LinkFigures,
 }
 
-/// Speeds in bytes and operations per second.
+/// Speeds in bytes and operations per second. The name is that of the configuration, whose devices stand for the machine's
+/// in order.
 #[derive(Serialize)]
 struct DeviceFigures {
     device: String,
     bandwidth: f64,
+    /// Bytes; null where it is not known.
+    memory: Option<f64>,
     flops: f64,
     op_us: f64,
 }
@@ -250,19 +253,24 @@ impl Plan {
 impl Machine {
     fn of(hardware: &Hardware, config: &DeviceConfig) -> Machine {
         let device = |(number, name): (usize, &DeviceName)| {
-            let Device { bandwidth, flops, op_seconds, .. } = hardware.device(number);
-            DeviceFigures { device: name.to_string(), bandwidth, flops, op_us: op_seconds * 1e6 }
+            let Device { bandwidth, flops, memory, op_seconds } = hardware.device(number);
+            let (device, memory) = (name.to_string(), finite(memory));
+            DeviceFigures { device, bandwidth, memory, flops, op_us: op_seconds * 1e6 }
         };
         let link = |link: Link| LinkFigures { latency_us: link.latency * 1e6, bandwidth: link.bandwidth };
-        let together = hardware.together.bandwidth;
         Machine {
             name: hardware.name.clone(),
             devices: config.devices().enumerate().map(device).collect(),
-            bandwidth_together: together.is_finite().then_some(together),
+            bandwidth_together: finite(hardware.together.bandwidth),
+            memory_together: finite(hardware.together.memory),
             within: link(hardware.within),
             between: link(hardware.between),
         }
     }
+}
+
+fn finite(figure: f64) -> Option<f64> {
+    figure.is_finite().then_some(figure)
 }
 
 struct Planner<'a> {
@@ -273,27 +281,15 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// All even ones, and the configured one if it is another.
     fn partitions(&self) -> Vec<Planned> {
-        let devices: Vec<DeviceName> = self.config.devices().copied().collect();
-        let even = strategies(&devices);
-        let is_configured = |strategy: &Strategy| {
-            self.asked.is_said && self.config.is_left_open() && strategy.groups == self.config.groups
-        };
-        let planned = |strategy: &Strategy| {
-            let config = self.config.regrouped(&strategy.groups);
-            self.planned(strategy.name, &config, is_configured(strategy))
-        };
-        let mut all: Vec<Planned> = even.iter().map(planned).collect();
-        if self.asked.is_said && !even.iter().any(is_configured) {
-            all.push(self.planned(strategies::name(&self.config.groups), self.config, true));
-        }
-        all
+        strategies(self.config).into_iter().map(|strategy| self.planned(strategy)).collect()
     }
 
-    fn planned(&self, strategy: &'static str, config: &DeviceConfig, configured: bool) -> Planned {
-        let devices = spelled(&config.groups);
-        match self.figures(config) {
+    fn planned(&self, strategy: Strategy) -> Planned {
+        let configured = strategy.is_configured && self.asked.is_said;
+        let Strategy { name: strategy, device, .. } = strategy;
+        let devices = spelled(&device.groups);
+        match self.figures(&device) {
             Ok(figures) => Planned { strategy, devices, configured, refused: None, figures: Some(figures) },
             Err(refusal) => {
                 Planned { strategy, devices, configured, refused: Some(refusal.to_string()), figures: None }
@@ -338,22 +334,21 @@ impl Figures {
     }
 }
 
-/// The configuration; with four devices where no flag `says_which` and no more than one is configured. Whether somebody
-/// said which, too.
-pub fn with_several(
-    file: Option<&Path>,
-    mut flags: Overrides,
-    says_which: bool,
-) -> Result<(Config, bool), ConfigError> {
-    let config = Config::of_process(file, flags.clone())?;
-    if says_which || config.device.devices().count() > 1 {
-        return Ok((config, true));
+/// The configuration; with four devices where no flag says which and no more than one is configured. Whether somebody said
+/// which, or what belongs to each, too.
+pub fn with_several(file: Option<&Path>, mut flags: Overrides) -> Result<(Config, bool), ConfigError> {
+    const COUNTS: [&str; 2] = ["device.layers", "device.shares"];
+    let mut without_counts = flags.clone();
+    COUNTS.iter().for_each(|counts| without_counts.set(counts, Some("")));
+    let devices = Config::of_process(file, without_counts)?.device;
+    if flags.sets("device.groups") || devices.devices().count() > 1 {
+        return Ok((Config::of_process(file, flags)?, true));
     }
-    // Counts that are for one device are not for these.
-    for (key, value) in [("device.groups", DEVICES), ("device.layers", ""), ("device.shares", "")] {
-        flags.set(key, Some(value));
-    }
-    Ok((Config::of_process(file, flags)?, false))
+    flags.set("device.groups", Some(DEVICES));
+    // Counts that a file has are for its one device, not for these.
+    let (said, not_said): (Vec<_>, Vec<_>) = COUNTS.into_iter().partition(|counts| flags.sets(counts));
+    not_said.into_iter().for_each(|counts| flags.set(counts, Some("")));
+    Ok((Config::of_process(file, flags)?, !said.is_empty()))
 }
 
 /// Devices to compare when nobody says.

@@ -61,6 +61,11 @@ impl Overrides {
         self.flags.extend(value.map(|value| (key, value.into())));
     }
 
+    /// Whether a flag says what `key` is.
+    pub fn sets(&self, key: &str) -> bool {
+        self.flags.iter().any(|(set, _)| *set == key)
+    }
+
     /// The value of `key` if no layer says another.
     pub fn set_default(&mut self, key: &'static str, value: impl Into<Value>) {
         self.defaults.push((key, value.into()));

@@ -4,7 +4,8 @@
 //! host's memory, and no other memory is shared: threads of one process can be behind this door, and processes of several
 //! (MPI). A device with memory of its own adds up where its numbers are, by what its kind has for that (NCCL): its door is
 //! [`crate::Backend::reduce`], and of this one it needs who the members are and one exchange, over which they agree on
-//! theirs.
+//! theirs. What is open: whoever waits there is not woken when the stage is given up, for only this door tells of that, and
+//! only who is in it; such a device has to be told by its own means.
 //! Invariant: members call the same operations in the same order with the same sizes, and get the same bits, which do not
 //! depend on who came first.
 

@@ -17,7 +17,8 @@ use std::time::Instant;
 /// What a device's actor drives. The type of the backend ends here.
 pub trait Executor: Send {
     /// This device's part of one forward pass, `flow` before and behind it; what it took goes to `out`, which is cleared
-    /// first, and the results of the whole do on the first member of the last stage.
+    /// first, and the results of the whole do on the first member of the last stage. The members of a stage meet in every
+    /// step, whatever is in it: so none of them is more than a step behind, which bounds what waits for it.
     fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError>;
 
     /// What was allocated for what.

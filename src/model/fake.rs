@@ -1,5 +1,5 @@
 //! A device without arithmetic, which answers at once or after a set time: for measuring everything around the
-//! model, and nothing of it.
+//! model, and nothing of it. Of a stage it meets the others in each step, and gives them nothing.
 //!
 //! Invariant: a token depends on its row's seed and position alone. There are no logits, so neither a prompt
 //! nor the rest of the row's parameters, biases among them, change it. Hidden states are all ones.
@@ -7,8 +7,10 @@
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
-    DeviceError, Flow, SampleMode, SampleRow, SampledRow, SpanStack, StepBatch, StepLimits, StepOutput,
+    Aborted, Alone, Collective, DeviceError, Flow, SampleMode, SampleRow, SampledRow, SpanStack, StepBatch,
+    StepLimits, StepOutput,
 };
+use std::panic::resume_unwind;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -45,6 +47,7 @@ pub struct FakeExecutor {
     tokens: Vec<u32>,
     limits: StepLimits,
     time: StepTime,
+    stage: Box<dyn Collective>,
 }
 
 impl FakeExecutor {
@@ -52,7 +55,12 @@ impl FakeExecutor {
     /// an end-of-sequence token among them, every request runs to its length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
         assert!(!tokens.is_empty(), "a token is drawn from something");
-        FakeExecutor { tokens, limits, time: StepTime::default() }
+        FakeExecutor { tokens, limits, time: StepTime::default(), stage: Box::new(Alone) }
+    }
+
+    /// The same device with a place among others.
+    pub fn joining(self, stage: Box<dyn Collective>) -> FakeExecutor {
+        FakeExecutor { stage, ..self }
     }
 
     /// The same device with steps of this time.
@@ -89,6 +97,7 @@ impl Executor for FakeExecutor {
         out.clear();
         out.step = batch.step;
         wait_until(began + self.time.of(batch.rows()));
+        self.stage.sum(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
         for row in &batch.samples {
             let result = self.result(row, &mut out.top);

@@ -42,14 +42,24 @@ pub fn step_major<B: Backend>(
         to.encoder.clear();
         to.decoder.clear();
     }
-    let rows = b.select(SpanStack::Encoder);
-    if rows > 0 {
-        encode(b, model, &mut caches, rows, act, &mut traffic);
+    let sources = b.select(SpanStack::Encoder);
+    if sources > 0 {
+        encode(b, model, &mut caches, sources, act, &mut traffic);
     }
     let rows = b.select(SpanStack::Decoder);
     if rows > 0 {
         decode(b, model, caches.own, rows, act, &mut traffic);
     }
+    let met = sources > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
+    if !met {
+        meet(b, act);
+    }
+}
+
+/// The members of a stage exchange something in each of its layers. Where a step has no rows for any, they meet over a number
+/// that nobody reads.
+fn meet<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
+    b.reduce(1, 1, &mut act.y);
 }
 
 /// No member of a stage can know by itself whether a token that it has no row for is another's.

@@ -18,6 +18,7 @@ mod tests;
 
 pub use bounds::members_max;
 pub use cut::cut;
+pub use heads::{Deal, Heads};
 
 use super::spec::{ModelSpec, Piece, StackSpec};
 use mainstem_kernels::QuantType;

@@ -12,59 +12,31 @@
 
 use std::ops::Range;
 
-/// What a layer costs.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Cost {
-    /// Work of a step, in what a stage's speed is told in.
-    pub work: f64,
-    /// Bytes to hold.
-    pub bytes: f64,
-}
-
-/// What a stage can do.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Room {
-    /// Work in a second.
-    pub speed: f64,
-    /// Bytes; infinite where nothing bounds it.
-    pub memory: f64,
-}
-
-/// How many layers each stage gets; `None` if there are fewer layers than stages, or the memory does not suffice.
-pub fn balanced(layers: &[Cost], stages: &[Room]) -> Option<Vec<usize>> {
-    let times = Times::new(layers, stages);
+/// How many layers each stage gets, where a stage takes `time` for some of them, infinite where they do not fit; `None` if
+/// there are fewer layers than stages, or nothing fits.
+pub fn balanced(
+    layers: usize,
+    stages: usize,
+    time: impl Fn(usize, Range<usize>) -> f64,
+) -> Option<Vec<usize>> {
+    let times = Times { layers, stages, time };
     let slowest = times.best(f64::INFINITY, f64::max)?.0;
     // Sums differ in their last bits by the order they were made in.
     let bound = slowest * (1.0 + 1e-9);
     times.best(bound, |sum, time| sum + time * time).map(|(_, counts)| counts)
 }
 
-struct Times<'a> {
-    stages: &'a [Room],
-    /// Cost of the first n layers.
-    first: Vec<Cost>,
+struct Times<F> {
+    layers: usize,
+    stages: usize,
+    /// Of a stage with these layers.
+    time: F,
 }
 
-impl<'a> Times<'a> {
-    fn new(layers: &[Cost], stages: &'a [Room]) -> Times<'a> {
-        let mut sum = Cost { work: 0.0, bytes: 0.0 };
-        let mut first = vec![sum];
-        for layer in layers {
-            sum = Cost { work: sum.work + layer.work, bytes: sum.bytes + layer.bytes };
-            first.push(sum);
-        }
-        Times { stages, first }
-    }
-
-    /// Of a stage with these layers; infinite where they do not fit.
-    fn time(&self, stage: usize, layers: Range<usize>) -> f64 {
-        let (room, from, to) = (self.stages[stage], self.first[layers.start], self.first[layers.end]);
-        if to.bytes - from.bytes > room.memory { f64::INFINITY } else { (to.work - from.work) / room.speed }
-    }
-
+impl<F: Fn(usize, Range<usize>) -> f64> Times<F> {
     /// The split whose stages' times, none above `bound`, `join` to the least; with what they join to.
     fn best(&self, bound: f64, join: impl Fn(f64, f64) -> f64) -> Option<(f64, Vec<usize>)> {
-        let (layers, stages) = (self.first.len() - 1, self.stages.len());
+        let Times { layers, stages, .. } = *self;
         let mut least = vec![f64::INFINITY; layers + 1];
         least[0] = 0.0;
         let mut begins = Vec::with_capacity(stages);
@@ -73,7 +45,7 @@ impl<'a> Times<'a> {
             let mut begin = vec![0; layers + 1];
             for end in stage + 1..=layers {
                 for (start, before) in least.iter().enumerate().take(end).skip(stage) {
-                    let time = self.time(stage, start..end);
+                    let time = (self.time)(stage, start..end);
                     let joined = if time <= bound { join(*before, time) } else { f64::INFINITY };
                     if joined < next[end] {
                         (next[end], begin[end]) = (joined, start);
@@ -103,6 +75,29 @@ fn counts(begins: &[Vec<usize>], layers: usize) -> Vec<usize> {
 mod tests {
     use super::*;
     use mainstem_kernels::random::philox;
+
+    /// What a layer costs.
+    #[derive(Clone, Copy, Debug)]
+    struct Cost {
+        work: f64,
+        bytes: f64,
+    }
+
+    /// What a stage can do.
+    #[derive(Clone, Copy, Debug)]
+    struct Room {
+        speed: f64,
+        memory: f64,
+    }
+
+    fn dealt(layers: &[Cost], stages: &[Room]) -> Option<Vec<usize>> {
+        let time = |stage: usize, own: Range<usize>| {
+            let sum = |of: fn(&Cost) -> f64| layers[own.clone()].iter().map(of).sum::<f64>();
+            let fits = sum(|layer| layer.bytes) <= stages[stage].memory;
+            if fits { sum(|layer| layer.work) / stages[stage].speed } else { f64::INFINITY }
+        };
+        balanced(layers.len(), stages.len(), time)
+    }
 
     fn cost(work: f64) -> Cost {
         Cost { work, bytes: work }
@@ -152,7 +147,7 @@ mod tests {
                     memory: f64::from(number(60 + stage, 60)),
                 })
                 .collect();
-            let found = balanced(&layers, &stages);
+            let found = dealt(&layers, &stages);
             let best = match layers.len() >= stages.len() {
                 true => all_splits(layers.len(), stages.len())
                     .iter()
@@ -173,22 +168,22 @@ mod tests {
     #[test]
     fn of_equal_splits_the_most_even_is_taken() {
         let layers = vec![cost(1.0); 10];
-        assert_eq!(balanced(&layers, &[ROOM; 4]).map(|counts| counts.iter().sum()), Some(10));
-        assert_eq!(balanced(&layers, &[ROOM; 2]), Some(vec![5, 5]));
+        assert_eq!(dealt(&layers, &[ROOM; 4]).map(|counts| counts.iter().sum()), Some(10));
+        assert_eq!(dealt(&layers, &[ROOM; 2]), Some(vec![5, 5]));
         // The head makes the last stage take 6 whatever the others do: they are even all the same.
         let mut headed = layers.clone();
         headed[9] = cost(6.0);
-        assert_eq!(balanced(&headed, &[ROOM; 4]), Some(vec![3, 3, 3, 1]));
+        assert_eq!(dealt(&headed, &[ROOM; 4]), Some(vec![3, 3, 3, 1]));
     }
 
     #[test]
     fn speed_and_memory_decide() {
         let layers = vec![cost(1.0); 9];
         let fast = Room { speed: 2.0, ..ROOM };
-        assert_eq!(balanced(&layers, &[fast, ROOM]), Some(vec![6, 3]));
+        assert_eq!(dealt(&layers, &[fast, ROOM]), Some(vec![6, 3]));
         let small = Room { memory: 4.0, ..fast };
-        assert_eq!(balanced(&layers, &[small, ROOM]), Some(vec![4, 5]));
-        assert_eq!(balanced(&layers, &[small, small]), None);
-        assert_eq!(balanced(&layers[..1], &[ROOM, ROOM]), None);
+        assert_eq!(dealt(&layers, &[small, ROOM]), Some(vec![4, 5]));
+        assert_eq!(dealt(&layers, &[small, small]), None);
+        assert_eq!(dealt(&layers[..1], &[ROOM, ROOM]), None);
     }
 }

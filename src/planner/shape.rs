@@ -2,6 +2,7 @@
 //!
 //! Invariant: sizes only, in bytes and multiplications; every layer of the model is there, in order.
 
+use crate::model::shard::Deal;
 use crate::model::spec::{
     AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms, Piece, StackSpec,
 };
@@ -84,22 +85,35 @@ impl Part {
 /// A layer, with what stands before or behind it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Unit {
-    /// What the members of a stage divide among them.
+    /// What the members of a stage divide among them by their shares, as if it could be cut anywhere.
     pub divided: Part,
+    /// Queries, and what is made of them: each member has whole heads.
+    pub of_queries: Part,
     /// K and V, from their projections to the cache: of a KV head, each member that needs it has all.
     pub of_kv: Part,
-    /// The least share of those that a member can have: one head's.
-    pub kv_least: f64,
+    /// How heads are dealt out, by the blocks of this layer alone; `None` divides them as all else.
+    pub deal: Option<Deal>,
 }
 
 impl Unit {
     pub fn whole(&self) -> Part {
-        self.divided + self.of_kv
+        self.divided + self.of_queries + self.of_kv
     }
 
-    /// That of a member with that share of its stage.
-    pub fn of_member(&self, share: f64) -> Part {
-        self.divided * share + self.of_kv * share.max(self.kv_least)
+    /// Those of a stage's members, by rank. More than can have heads are refused elsewhere; here they have parts of some.
+    pub fn of_members(&self, shares: &[u32]) -> Vec<Part> {
+        let all = f64::from(shares.iter().sum::<u32>());
+        let deal = self.deal.filter(|deal| (2..=deal.members_max()).contains(&shares.len()));
+        let heads = deal.map(|deal| (deal, deal.by_rank(shares)));
+        let member = |(rank, share): (usize, &u32)| {
+            let share = f64::from(*share) / all;
+            let (queries, kv) = heads.as_ref().map_or((share, share), |(deal, by_rank)| {
+                let own = &by_rank[rank];
+                (own.query.len() as f64 / deal.heads as f64, own.kv.len() as f64 / deal.kv_heads as f64)
+            });
+            self.divided * share + self.of_queries * queries + self.of_kv * kv
+        };
+        shares.iter().enumerate().map(member).collect()
     }
 }
 
@@ -110,8 +124,6 @@ pub struct ModelShape {
     /// Width of the residual stream.
     pub hidden: usize,
     pub vocab: usize,
-    /// Query heads of a layer.
-    pub heads: usize,
     /// The encoder's, if there is one, then the decoder's.
     pub encoder: Option<StackShape>,
     pub decoder: Option<StackShape>,
@@ -185,7 +197,6 @@ impl ModelShape {
             name: name.to_owned(),
             hidden: spec.hidden,
             vocab: spec.vocab,
-            heads: spec.last_stack().layers.first().map_or(0, |layer| layer.attention.heads),
             encoder: spec.encoder.as_ref().map(|stack| sizes.stack(stack)),
             decoder: spec.decoder.as_ref().map(|stack| sizes.stack(stack)),
             tables: sizes.tables(spec),
@@ -195,15 +206,17 @@ impl ModelShape {
     /// A decoder of equal layers. Norms and biases are left out.
     pub fn uniform(name: &str, of: &Uniform) -> ModelShape {
         let (q, kv) = (of.heads * of.head_dim, of.kv_heads * of.head_dim);
-        let matrices = of.hidden * (2 * q + (2 + usize::from(of.gated)) * of.ffn);
-        let divided = Part {
-            macs_per_position: 2.0 * q as f64,
-            ops: LAYER_OPS,
-            sums: 2.0,
-            ..matrix(of.weights, matrices)
-        };
+        let matrices = of.hidden * (2 + usize::from(of.gated)) * of.ffn;
+        let divided = Part { ops: LAYER_OPS, sums: 2.0, ..matrix(of.weights, matrices) };
+        let of_queries = Part { macs_per_position: 2.0 * q as f64, ..matrix(of.weights, of.hidden * 2 * q) };
         let of_kv = Part { kv: bytes(of.kv, 2 * kv), ..matrix(of.weights, of.hidden * 2 * kv) };
-        let layer = Unit { divided, of_kv, kv_least: 1.0 / of.kv_heads as f64 };
+        let deal = Deal {
+            heads: of.heads,
+            kv_heads: of.kv_heads,
+            v_dim: of.head_dim,
+            block: of.weights.row().block_elements,
+        };
+        let layer = Unit { divided, of_queries, of_kv, deal: Some(deal) };
         let table = matrix(of.weights, of.vocab * of.hidden);
         let (embedding, head) = (looked_up(table), Part { ops: 2.0, ..table });
         let decoder = StackShape { embedding, layers: vec![layer; of.layers], head };
@@ -211,7 +224,6 @@ impl ModelShape {
             name: name.to_owned(),
             hidden: of.hidden,
             vocab: of.vocab,
-            heads: of.heads,
             encoder: None,
             decoder: Some(decoder),
             tables: Vec::from_iter(of.tied.then_some(Table {
@@ -336,8 +348,9 @@ impl Sizes<'_> {
         });
         Unit {
             divided: own.divided + cross.divided + around,
+            of_queries: own.of_queries + cross.of_queries,
             of_kv: own.of_kv + cross.of_kv,
-            kv_least: own.kv_least,
+            deal: own.deal,
         }
     }
 
@@ -350,10 +363,12 @@ impl Sizes<'_> {
         };
         let qk_norms = of.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
         let cache = Part { kv: bytes(self.kv, of.k_width() + of.v_width()), ..Part::default() };
+        let block = (self.stored)(&of.o.weight).row().block_elements;
         Unit {
-            divided: self.linear(&of.q) + self.linear(&of.o) + between + qk_norms,
+            divided: qk_norms,
+            of_queries: self.linear(&of.q) + self.linear(&of.o) + between,
             of_kv: self.linear(&of.k) + self.linear(&of.v) + cache,
-            kv_least: 1.0 / of.kv_heads as f64,
+            deal: Some(Deal::of(of, block)),
         }
     }
 

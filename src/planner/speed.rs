@@ -7,8 +7,8 @@
 //! ```
 //!
 //! In a stage of m members each takes in what the m - 1 others have, twice a layer: (m - 1) messages of (b, hidden) numbers.
-//! What a stage hands to the next is one such message for each member there, and the stage waits until they are sent. So a
-//! step takes the sum of all stages' times, and of n lanes there comes a step in each n-th of that, but no faster than the
+//! What a stage hands to the next is one such message for each member there, and the stage waits until they are sent; where
+//! only an encoder's layers lie behind it, a token has no rows yet, and the message is empty. So a step takes the sum of all stages' times, and of n lanes there comes a step in each n-th of that, but no faster than the
 //! slowest stage allows.
 //!
 //! Invariant: more of anything (bytes, rows, latency) is never faster.
@@ -93,21 +93,23 @@ fn shares(model: &ModelShape, partition: &Partition) -> Vec<Vec<Share>> {
         end = own.end;
         let decoding = own.start.max(first_decoding)..own.end.max(first_decoding);
         let twice = model.stored_twice(&own);
-        let of_member = |share: f64| {
-            let sum = |units: &[Unit]| units.iter().map(|unit| unit.of_member(share)).sum::<Part>();
-            let held = sum(&units[own.clone()]);
-            let held = Part { stored: held.stored - twice * share, ..held };
-            Share { held, decoding: sum(&units[decoding.clone()]) }
-        };
-        parts_of_one(stage).map(of_member).collect()
+        let shares: Vec<u32> = stage.members.iter().map(|member| member.share).collect();
+        let all = f64::from(shares.iter().sum::<u32>());
+        let held = of_members(&units[own], &shares).into_iter().zip(&shares);
+        let held =
+            held.map(|(held, share)| Part { stored: held.stored - twice * f64::from(*share) / all, ..held });
+        let decoding = of_members(&units[decoding], &shares);
+        held.zip(decoding).map(|(held, decoding)| Share { held, decoding }).collect()
     };
     partition.stages.iter().map(&mut of_stage).collect()
 }
 
-/// What each member takes of its stage.
-fn parts_of_one(stage: &Stage) -> impl Iterator<Item = f64> {
-    let all: u32 = stage.members.iter().map(|member| member.share).sum();
-    stage.members.iter().map(move |member| f64::from(member.share) / f64::from(all))
+/// What members with those shares have of all these, by rank.
+fn of_members(units: &[Unit], shares: &[u32]) -> Vec<Part> {
+    let nothing = vec![Part::default(); shares.len()];
+    units.iter().fold(nothing, |sums, unit| {
+        sums.into_iter().zip(unit.of_members(shares)).map(|(sum, part)| sum + part).collect()
+    })
 }
 
 struct Machine<'a> {
@@ -164,10 +166,13 @@ impl Machine<'_> {
         self.shares[stage][0].decoding.sums * sum + gathered
     }
 
-    /// To each member of the next stage.
+    /// To each member of the next stage. A token has no rows before the decoder's first layer.
     fn sending_seconds(&self, stage: usize, load: Load) -> f64 {
         let next = self.shares.get(stage + 1).map_or(0, Vec::len);
-        let bytes = load.batch as f64 * self.model.hidden as f64 * NUMBER;
+        let mut so_far = self.partition.stages[..=stage].iter();
+        let has_rows = self.model.decoder.is_none() || so_far.any(|stage| !stage.decoder.is_empty());
+        let rows = if has_rows { load.batch } else { 0 };
+        let bytes = rows as f64 * self.model.hidden as f64 * NUMBER;
         next as f64 * self.hardware.between.seconds(bytes)
     }
 

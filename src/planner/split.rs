@@ -2,11 +2,12 @@
 //!
 //! Invariant: a partition that comes from here can be loaded as it is, and so can the nearest one that a refusal names.
 
-use super::balance::{Cost, Room, balanced};
-use super::shape::{ModelShape, Part};
+use super::balance::balanced;
+use super::shape::{ModelShape, Unit};
 use crate::config::{DeviceConfig, DeviceName, Experts, Groups, spelled};
 use crate::model::partition::{Member, Partition, Stage};
 use crate::model::shard::{ExpertSplit, Shard};
+use std::ops::Range;
 
 /// What is known of a device before anything is on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,21 +27,17 @@ pub struct Unfit {
     pub members_max: usize,
 }
 
-/// Why a model cannot be divided as asked. Each names its key, and the nearest that is possible; where memory is too
-/// small, there is none.
+/// Why a model cannot be divided as asked. Each names its key, and the nearest that is possible, where there is one; where
+/// memory is too small, there is none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; the nearest possible is {nearest}",
+    #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; {nearest}",
             if *.layers == 1 { "layer" } else { "layers" })]
     Stages { asked: String, stages: usize, layers: usize, nearest: String },
-    #[error(
-        "device.groups: stage {stage} of {asked} has {members} members, but {reason}; the nearest possible is {nearest}"
-    )]
+    #[error("device.groups: stage {stage} of {asked} has {members} members, but {reason}; {nearest}")]
     Members { asked: String, stage: usize, members: usize, reason: String, nearest: String },
-    #[error(
-        "device.layers: {asked:?} makes {sum} layers, but the model has {layers}; the nearest possible is {nearest:?}"
-    )]
-    Layers { asked: Vec<usize>, sum: usize, layers: usize, nearest: Vec<usize> },
+    #[error("device.layers: {asked:?} makes {sum} layers, but the model has {layers}; {nearest}")]
+    Layers { asked: Vec<usize>, sum: usize, layers: usize, nearest: String },
     #[error(
         "device.groups: no split of the model's {layers} layers into {asked} fits the memory of each device"
     )]
@@ -98,19 +95,20 @@ impl Divider<'_> {
         Ok(partition)
     }
 
-    /// The split whose slowest stage is fastest. A stage is as fast as its members together. An encoder's layers count as
-    /// a decoder's do: while some sequences decode, the sources of others are read.
+    /// The split whose slowest stage is fastest. A stage is as fast as its slowest member, and has no more than each can hold
+    /// of it. An encoder's layers count as a decoder's do: while some sequences decode, the sources of others are read.
     fn by_speed(&self, config: &DeviceConfig) -> Option<Vec<usize>> {
         let units = self.model.units();
-        let cost = |part: Part| Cost { work: part.bytes_read(1.0), bytes: part.stored };
-        let mut costs: Vec<Cost> = units.iter().map(|unit| cost(unit.whole())).collect();
-        if let ([_], Some(last)) = (&config.groups[..], costs.last_mut()) {
-            last.bytes -= self.model.stored_twice(&(0..units.len()));
-        }
-        let room =
-            |(stage, members): (usize, &Vec<DeviceName>)| room(members, &config.shares_of(stage), self.place);
-        let rooms: Vec<Room> = config.groups.iter().enumerate().map(room).collect();
-        balanced(&costs, &rooms)
+        let bearers = |(stage, devices): (usize, &Vec<DeviceName>)| {
+            let places: Vec<Place> = devices.iter().map(self.place).collect();
+            Bearer::by_rank(&places, &config.shares_of(stage), &units)
+        };
+        let stages: Vec<Vec<Bearer>> = config.groups.iter().enumerate().map(bearers).collect();
+        balanced(units.len(), stages.len(), |stage, layers| {
+            let twice = self.model.stored_twice(&layers);
+            let each = stages[stage].iter().map(|bearer| bearer.time(&layers, twice));
+            each.fold(0.0, f64::max)
+        })
     }
 
     fn refusal(&self, config: &DeviceConfig, obstacle: Obstacle) -> Refusal {
@@ -122,7 +120,7 @@ impl Divider<'_> {
             }
             Obstacle::Layers => {
                 let (asked, sum) = (config.layers.clone(), config.layers.iter().sum());
-                let nearest = nearest_sum(&asked, layers);
+                let nearest = self.nearest_counts(config);
                 Refusal::Layers { asked, sum, layers, nearest }
             }
             Obstacle::Memory => Refusal::Memory { asked, layers },
@@ -130,6 +128,15 @@ impl Divider<'_> {
                 let (members, nearest) = (config.groups[stage].len(), self.nearest(config));
                 Refusal::Members { asked, stage: stage + 1, members, reason: unfit.reason, nearest }
             }
+        }
+    }
+
+    /// The counts that are possible, in words; where none are near those asked for, the groups.
+    fn nearest_counts(&self, config: &DeviceConfig) -> String {
+        let layers = nearest_sum(&config.layers, self.model.layers());
+        match self.partition(&DeviceConfig { layers: layers.clone(), ..config.clone() }) {
+            Ok(_) => format!("the nearest possible is {layers:?}"),
+            Err(_) => self.nearest(config),
         }
     }
 
@@ -144,7 +151,10 @@ impl Divider<'_> {
                     let parts = parted(&groups[stage], unfit.members_max);
                     groups.splice(stage..=stage, parts);
                 }
-                Ok(_) | Err(_) => return spelled(&groups) + &left_open(config),
+                Ok(_) => {
+                    return format!("the nearest possible is {}{}", spelled(&groups), left_open(config));
+                }
+                Err(_) => return "nothing near it is possible".to_owned(),
             }
         }
     }
@@ -166,16 +176,41 @@ fn left_open(config: &DeviceConfig) -> String {
     }
 }
 
-/// What a stage's members come to: all wait for the one that is slowest for its share, and the one whose memory is
-/// smallest for its share bounds all.
-fn room(stage: &[DeviceName], shares: &[u32], place: impl Fn(&DeviceName) -> Place) -> Room {
-    let all: u32 = shares.iter().sum();
-    let each = stage.iter().zip(shares).map(|(device, share)| {
-        let (place, part) = (place(device), f64::from(*share) / f64::from(all));
-        Room { speed: place.speed / part, memory: place.memory / part }
-    });
-    let nobody = Room { speed: f64::INFINITY, memory: f64::INFINITY };
-    each.fold(nobody, |a, b| Room { speed: a.speed.min(b.speed), memory: a.memory.min(b.memory) })
+/// A member of a stage that has no layers yet.
+struct Bearer {
+    place: Place,
+    /// Of what is divided by shares.
+    part: f64,
+    /// Bytes that a step reads of what it would have of the first n layers, and that those take.
+    read: Vec<f64>,
+    stored: Vec<f64>,
+}
+
+impl Bearer {
+    fn by_rank(places: &[Place], shares: &[u32], units: &[Unit]) -> Vec<Bearer> {
+        let all = f64::from(shares.iter().sum::<u32>());
+        let nothing = |(place, share): (&Place, &u32)| Bearer {
+            place: *place,
+            part: f64::from(*share) / all,
+            read: vec![0.0],
+            stored: vec![0.0],
+        };
+        let mut bearers: Vec<Bearer> = places.iter().zip(shares).map(nothing).collect();
+        for (before, unit) in units.iter().enumerate() {
+            for (bearer, part) in bearers.iter_mut().zip(unit.of_members(shares)) {
+                bearer.read.push(bearer.read[before] + part.bytes_read(1.0));
+                bearer.stored.push(bearer.stored[before] + part.stored);
+            }
+        }
+        bearers
+    }
+
+    /// Of a step through these layers, of which a device with all has `twice` bytes only once; infinite where they do not fit.
+    fn time(&self, layers: &Range<usize>, twice: f64) -> f64 {
+        let of = |first: &[f64]| first[layers.end] - first[layers.start];
+        let stored = of(&self.stored) - twice * self.part;
+        if stored > self.place.memory { f64::INFINITY } else { of(&self.read) / self.place.speed }
+    }
 }
 
 /// The counts in the same proportions, as far as whole numbers from 1 go.

@@ -2,28 +2,41 @@
 //!
 //! Invariant: each has all the devices, in order, and no stage has two kinds of them.
 
-use crate::config::{DeviceName, Groups};
+use crate::config::{DeviceConfig, DeviceName, Groups};
 
-/// A way to divide a model among n x m devices.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A way to divide a model among devices.
+#[derive(Clone, Debug)]
 pub struct Strategy {
     /// `layer-wise`, `tensor-wise`, `hybrid`, or `single`.
     pub name: &'static str,
-    pub groups: Groups,
+    pub device: DeviceConfig,
+    /// It is the one that is configured.
+    pub is_configured: bool,
+}
+
+/// Every even way to divide a model among the configured devices, and the configured one if it is another.
+pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
+    let devices: Vec<DeviceName> = configured.devices().copied().collect();
+    let strategy = |groups: Groups| Strategy {
+        name: name(&groups),
+        is_configured: configured.is_left_open() && groups == configured.groups,
+        device: configured.regrouped(&groups),
+    };
+    let mut all: Vec<Strategy> = even(&devices).into_iter().map(strategy).collect();
+    if !all.iter().any(|strategy| strategy.is_configured) {
+        let name = name(&configured.groups);
+        all.push(Strategy { name, device: configured.clone(), is_configured: true });
+    }
+    all
 }
 
 /// n stages of m members, for every n x m that makes up the number of devices, from all stages to one; but those in which
 /// devices of two kinds would share a stage.
-pub fn strategies(devices: &[DeviceName]) -> Vec<Strategy> {
+fn even(devices: &[DeviceName]) -> Vec<Groups> {
     let divides = |members: &usize| devices.len().is_multiple_of(*members);
-    let ways = (1..=devices.len()).filter(divides).map(|members| of_members(devices, members));
-    ways.filter(|way| way.groups.iter().all(|stage| is_of_one_kind(stage))).collect()
-}
-
-/// Stages of so many members each.
-fn of_members(devices: &[DeviceName], members: usize) -> Strategy {
-    let groups: Groups = devices.chunks(members).map(<[DeviceName]>::to_vec).collect();
-    Strategy { name: name(&groups), groups }
+    let ways = (1..=devices.len()).filter(divides);
+    let ways = ways.map(|members| devices.chunks(members).map(<[DeviceName]>::to_vec).collect());
+    ways.filter(|groups: &Groups| groups.iter().all(|stage| is_of_one_kind(stage))).collect()
 }
 
 fn is_of_one_kind(stage: &[DeviceName]) -> bool {
@@ -31,7 +44,7 @@ fn is_of_one_kind(stage: &[DeviceName]) -> bool {
 }
 
 /// What a partition into these groups is called.
-pub fn name(groups: &Groups) -> &'static str {
+fn name(groups: &Groups) -> &'static str {
     match (groups.len(), groups.iter().map(Vec::len).max().unwrap_or(0)) {
         (1, 1) => "single",
         (_, 1) => "layer-wise",
@@ -43,7 +56,7 @@ pub fn name(groups: &Groups) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DeviceKind, spelled};
+    use crate::config::{Config, DeviceKind, Overrides, spelled};
 
     fn devices(number: u32) -> Vec<DeviceName> {
         (0..number).map(|number| DeviceName { kind: DeviceKind::Cpu, number }).collect()
@@ -52,8 +65,8 @@ mod tests {
     #[test]
     fn every_way_to_make_up_the_devices_is_there() {
         let shown = |number: u32| -> Vec<(&str, usize, usize)> {
-            let all = strategies(&devices(number));
-            all.iter().map(|found| (found.name, found.groups.len(), found.groups[0].len())).collect()
+            let all = even(&devices(number));
+            all.iter().map(|groups| (name(groups), groups.len(), groups[0].len())).collect()
         };
         assert_eq!(shown(4), [("layer-wise", 4, 1), ("hybrid", 2, 2), ("tensor-wise", 1, 4)]);
         assert_eq!(
@@ -69,7 +82,7 @@ mod tests {
         let names = |kinds: [DeviceKind; 4]| -> Vec<String> {
             let device = |(kind, number)| DeviceName { kind, number };
             let devices: Vec<DeviceName> = kinds.into_iter().zip(0..).map(device).collect();
-            strategies(&devices).iter().map(|way| spelled(&way.groups)).collect()
+            even(&devices).iter().map(|groups| spelled(groups)).collect()
         };
         use DeviceKind::{Cpu, Reference};
         let by_layers = "cpu:0;cpu:1;reference:2;reference:3";
@@ -81,7 +94,28 @@ mod tests {
     }
 
     #[test]
-    fn ways_are_spelled_as_they_are_configured() {
-        assert_eq!(spelled(&strategies(&devices(4))[1].groups), "cpu:0&cpu:1;cpu:2&cpu:3");
+    fn the_configured_way_is_there_once() {
+        let shown = |settings: &[(&'static str, &str)]| -> Vec<(String, Vec<usize>, bool)> {
+            let mut flags = Overrides::default();
+            settings.iter().for_each(|(key, value)| flags.set(key, Some(*value)));
+            let all = strategies(&Config::load(None, flags).unwrap().device);
+            let of =
+                |way: &Strategy| (spelled(&way.device.groups), way.device.layers.clone(), way.is_configured);
+            all.iter().map(of).collect()
+        };
+        let way = |groups: &str, layers: &[usize], is_configured| {
+            (groups.to_owned(), layers.to_vec(), is_configured)
+        };
+        let (layers, tensors) = ("cpu:0;cpu:1", "cpu:0&cpu:1");
+        assert_eq!(shown(&[("device.groups", "0&1")]), [way(layers, &[], false), way(tensors, &[], true)]);
+        // As evenly divided as the program would.
+        let equal = [("device.groups", "0&1"), ("device.shares", "1&1")];
+        assert_eq!(shown(&equal), [way(layers, &[], false), way(tensors, &[], true)]);
+        assert_eq!(
+            shown(&[("device.groups", "0;1"), ("device.layers", "3,1")]),
+            [way(layers, &[], false), way(tensors, &[], false), way(layers, &[3, 1], true)]
+        );
+        let uneven = "cpu:0&cpu:1;cpu:2";
+        assert_eq!(shown(&[("device.groups", uneven)]).last(), Some(&way(uneven, &[], true)));
     }
 }

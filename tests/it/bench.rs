@@ -161,6 +161,17 @@ fn the_fake_device_shows_three_layers() {
     }
 }
 
+/// Simulated devices are all of one kind, and each has a name of its own, whatever they stand for.
+#[test]
+fn simulated_devices_are_numbered_anew() {
+    let line = "--partition --fake-layer 1ms --decode 2 --repeat 1 --format json --devices 0;reference:0";
+    let report = parsed(&reported(&bench_fixture(line)));
+    let rows = report["partitions"].as_array().expect("there are rows");
+    let devices: Vec<_> = rows.iter().filter_map(|row| row["devices"].as_str()).collect();
+    assert_eq!(devices, ["fake:0;fake:1", "fake:0;fake:1", "fake:0&fake:1"]);
+    assert_eq!(report["notes"], json!([]), "{report}");
+}
+
 /// Each way to divide the model has a row, with lanes and without; what cannot be is said.
 #[test]
 fn partitions_are_measured_side_by_side() {
@@ -206,57 +217,58 @@ fn times(report: &Value, figure: impl Fn(&Value, &str) -> f64) -> Set {
     [0, 1, 2].map(|row| ["decode", "throughput"].map(|what| 1e3 / figure(&rows[row], what)))
 }
 
-/// Every time is met within a third by what is measured and by what is predicted. A run that something else on the machine
-/// disturbed is done again: what is wrong by itself stays so.
+/// Every time is met within a third, in most runs, by the best that is measured and by what is predicted. A run may be disturbed by
+/// something else on the machine, and then there are more; what is wrong by itself is so more often than not.
 fn assert_met(flags: &str, set: Set) {
-    const RUNS: usize = 12;
-    let line = format!("--partition --devices 0;1 {flags} --decode 4 --repeat 2 --check-model --format json");
-    let (mut met, mut all) = ([[[false; 2]; 3]; 2], Vec::new());
-    for _ in 0..RUNS {
+    const RUNS: usize = 5;
+    let line = format!("--partition --devices 0;1 {flags} --decode 3 --repeat 3 --check-model --format json");
+    let mut runs = Vec::new();
+    while runs.len() < RUNS {
         let report = parsed(&reported(&bench_fixture(&line)));
         let measured = times(&report, |row, what| number(&row[format!("{what}_tokens_per_s")]["max"]));
         let predicted = times(&report, |row, what| number(&row["predicted"][what]));
-        for (met, times) in met.iter_mut().zip([measured, predicted]) {
-            for ((met, time), set) in
-                met.iter_mut().flatten().zip(times.as_flattened()).zip(set.as_flattened())
-            {
-                *met |= (time / set - 1.0).abs() < 1.0 / 3.0;
-            }
-        }
-        if met.as_flattened().as_flattened().iter().all(|met| *met) {
+        runs.push([measured, predicted]);
+        if runs.len() > 1 && mostly_met(&runs, &set) {
             return;
         }
-        all.push((measured, predicted));
     }
-    panic!("{flags}: {set:?} ms are set, but measured and predicted is {all:?}");
+    panic!("{flags}: {set:?} ms are set, but measured and predicted is {runs:?}");
 }
 
-/// Simulated devices of 30 ms a layer. With a step in flight for each stage, there is one in half the time.
+/// Whether each of the times is met in more runs than not.
+fn mostly_met(runs: &[[Set; 2]], set: &Set) -> bool {
+    let flat = |run: &[Set; 2]| -> Vec<f64> { run.as_flattened().as_flattened().to_vec() };
+    let set = flat(&[*set, *set]);
+    let is_met = |run: &&[Set; 2], at: usize| (flat(run)[at] / set[at] - 1.0).abs() < 1.0 / 3.0;
+    (0..set.len()).all(|at| 2 * runs.iter().filter(|run| is_met(run, at)).count() > runs.len())
+}
+
+/// Simulated devices of 40 ms a layer. With a step in flight for each stage, there is one in half the time.
 #[test]
 fn simulated_devices_take_the_time_that_is_set() {
-    assert_met("--fake-layer 30ms", [[60.0, 60.0], [60.0, 30.0], [30.0, 30.0]]);
+    assert_met("--fake-layer 40ms", [[80.0, 80.0], [80.0, 40.0], [40.0, 40.0]]);
 }
 
 /// From stage to stage there is one message, which holds up the stage that sends it; within a stage, one for each of four
 /// sums, and one for the logits.
 #[test]
 fn simulated_devices_wait_for_their_links() {
-    let flags = "--fake-layer 30ms --link-latency 30ms";
-    assert_met(flags, [[90.0, 90.0], [90.0, 60.0], [180.0, 180.0]]);
+    let flags = "--fake-layer 40ms --link-latency 40ms";
+    assert_met(flags, [[120.0, 120.0], [120.0, 80.0], [240.0, 240.0]]);
 }
 
 /// CPU devices whose messages are held back, beside which they take next to no time: one from stage to stage; within a
 /// stage, those of the embedding, of four sums, and of the logits.
 #[test]
 fn cpu_devices_wait_for_their_links() {
-    assert_met("--threads 1 --link-latency 30ms", [[30.0, 30.0], [30.0, 30.0], [180.0, 180.0]]);
+    assert_met("--threads 1 --link-latency 40ms", [[40.0, 40.0], [40.0, 40.0], [240.0, 240.0]]);
 }
 
-/// The same by bandwidth: at 5 kB/s, the 48 numbers of a row take 38.4 ms, and half of 263 logits 105.6 ms.
+/// The same by bandwidth: at 4 kB/s, the 48 numbers of a row take 48 ms, and half of 263 logits 132 ms.
 #[test]
 fn cpu_devices_wait_for_narrow_links() {
-    let tensors = 5.0 * 38.4 + 105.6;
-    assert_met("--threads 1 --link-bandwidth 5kB/s", [[38.4, 38.4], [38.4, 38.4], [tensors, tensors]]);
+    let tensors = 5.0 * 48.0 + 132.0;
+    assert_met("--threads 1 --link-bandwidth 4kB/s", [[48.0, 48.0], [48.0, 48.0], [tensors, tensors]]);
 }
 
 /// Four devices where none are named, and as many threads each as are asked for; one where it is named.

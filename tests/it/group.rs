@@ -78,14 +78,13 @@ fn served(outcome: &Outcome, right: &[u32], why: &[&str]) -> bool {
 
 /// What clients are told of it.
 fn told_of(failure: Failure) -> [String; 2] {
-    // Where several hang, all of them are named.
-    let device = format!("device:{}", failure.device);
     let why = match failure.fault {
         Fault::Error | Fault::Panic => "the test's device fails",
         Fault::Kill => "a panic without words",
-        Fault::Stall => "no answer within 5s",
+        // Whose silence it is, the log says.
+        Fault::Stall => return ["device fault: ", "no answer within 5s"].map(str::to_owned),
     };
-    [device, why.to_owned()]
+    [format!("device:{}", failure.device), why.to_owned()]
 }
 
 async fn fail_and_recover(shape: Shape, failure: Failure, right: &[Vec<u32>]) {

@@ -1,12 +1,22 @@
 //! Whole engines over several devices: whatever the partition and the number of lanes, clients get what one device gives,
 //! also beside clients that leave.
 
-use crate::common::{Outcome, all_home, drawn, engine, greedy, outcome, prompt, submit};
+use crate::common::{
+    Outcome, all_home, complete_all, config, drawn, engine, greedy, outcome, prompt, submit,
+};
 use crate::families::family;
 use futures_util::future::{join, join_all};
 use mainstem::actors::TokenStream;
+use mainstem::actors::device::Factory;
+use mainstem::actors::engine::start as start_engine;
+use mainstem::cli::start::{self, Prepared};
+use mainstem::model::ModelRef;
+use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, Request, Token};
+use mainstem_kernels::{Aborted, Collective, DeviceError, Flow, StepBatch, StepOutput};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use toml::Value;
 
 /// Of log-probabilities, where sums are made in another order.
@@ -158,6 +168,87 @@ async fn sources_reach_every_stage_that_attends_to_them() {
     check_all(text(&model.0), true, &LONGER, &Vec::new()).await;
     let model = family("t5", "parted");
     check_all(text(&model.0), true, &LONGER[1..3], &Vec::new()).await;
+}
+
+/// How often a device met the others of its stage.
+struct Meeting {
+    inner: Box<dyn Collective>,
+    meetings: Arc<AtomicU64>,
+}
+
+impl Collective for Meeting {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn members(&self) -> usize {
+        self.inner.members()
+    }
+
+    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+        self.meetings.fetch_add(1, Ordering::Relaxed);
+        self.inner.sum(x)
+    }
+
+    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+        self.meetings.fetch_add(1, Ordering::Relaxed);
+        self.inner.gather(rows, widths, own, all)
+    }
+}
+
+/// A device that must not be through with a step without having met the others.
+struct Sociable {
+    inner: Box<dyn Executor>,
+    meetings: Arc<AtomicU64>,
+    members: usize,
+}
+
+impl Executor for Sociable {
+    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+        let before = self.meetings.load(Ordering::Relaxed);
+        self.inner.run(batch, flow, out)?;
+        let met = self.members == 1 || self.meetings.load(Ordering::Relaxed) > before;
+        assert!(met, "step {} passes a stage without all its members", batch.step);
+        Ok(())
+    }
+
+    fn report(&self) -> ExecutorReport {
+        self.inner.report()
+    }
+}
+
+fn sociable(mut factory: Factory) -> Factory {
+    Box::new(move |inner| {
+        let (members, meetings) = (inner.members(), Arc::new(AtomicU64::new(0)));
+        let inner = factory(Box::new(Meeting { inner, meetings: meetings.clone() }))?;
+        Ok(Box::new(Sociable { inner, meetings, members }))
+    })
+}
+
+/// Also in steps that have no rows for any layer of the stage. Buffers and boxes go by that.
+#[actix::test]
+async fn the_members_of_a_stage_meet_in_every_step() {
+    let model = family("m2m100", "meeting");
+    for (devices, layers) in [
+        ("cpu:0;cpu:1&cpu:2;cpu:3", &[1, 1, 2][..]),
+        ("cpu:0&cpu:1;cpu:2&cpu:3", &[2, 2]),
+        ("reference:0&reference:1;cpu:0", &[1, 3]),
+        ("cpu:0;cpu:1&cpu:2", &[3, 1]),
+        ("fake:0&fake:1;fake:2&fake:3", &[2, 2]),
+    ] {
+        let layers = Value::from(layers.to_vec());
+        let settings = [settings(devices, 2, "on"), vec![("device.layers", layers)]].concat();
+        let config = config(&model.0, &settings);
+        let prepared = Prepared::of(&config, &ModelRef::Path(model.0.clone())).expect("the fixture opens");
+        let Prepared { setup, source, tokenizer, device } = prepared;
+        let factories = start::factories(&device, &source, &tokenizer, &setup).into_iter();
+        let factories = factories.map(|stage| stage.into_iter().map(sociable).collect()).collect();
+        let engine = start_engine(setup, tokenizer, factories).await.expect("it starts");
+        for outcome in complete_all(&engine, requests(false, true)).await {
+            assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{devices}");
+        }
+        engine.stop();
+    }
 }
 
 /// Boxes of a stage of two, and buffers between two stages for two lanes.

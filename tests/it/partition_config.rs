@@ -202,6 +202,9 @@ fn a_plan_is_for_the_devices_that_are_said() {
     std::fs::write(&file, "[device]\nlayers = [4]\nshares = [[1]]\n").expect("it can be written");
     let of_file = ["plan", "--partition", "--hardware", "v100x4", "--json", "--config"];
     let plan = answer_json(&[&of_file[..], &[file.to_str().expect("a path")]].concat());
+    // Counts in flags are for the same four devices, whatever the file says of one.
+    let counts = [file.to_str().expect("a path"), "--shape", "8B", "--layers", "20,4,4,4"];
+    let counts = answer_json(&[&of_file[..], &counts].concat());
     std::fs::remove_dir_all(&folder).expect("it was there");
     let names = |plan: &Value| -> Vec<String> {
         let rows = plan["partitions"].as_array().expect("a list").iter();
@@ -211,6 +214,9 @@ fn a_plan_is_for_the_devices_that_are_said() {
         names(&plan),
         ["cpu:0;cpu:1;cpu:2;cpu:3", "cpu:0&cpu:1;cpu:2&cpu:3", "cpu:0&cpu:1&cpu:2&cpu:3"]
     );
+    let rows = counts["partitions"].as_array().expect("a list");
+    assert_eq!((rows.len(), &rows[3]["devices"]), (4, &json!("cpu:0;cpu:1;cpu:2;cpu:3")), "{counts}");
+    assert_eq!((&rows[3]["layers"], &rows[3]["configured"]), (&json!([20, 4, 4, 4]), &json!(true)));
     let one = answer_json(&["plan", "--partition", "--hardware", "v100x4", "--json", "--devices", "0"]);
     assert_eq!((names(&one), &one["partitions"][0]["configured"]), (vec!["cpu:0".to_owned()], &json!(true)));
 }
@@ -239,7 +245,7 @@ fn a_plan_of_an_encoder_decoder_counts_what_a_token_goes_through() {
 #[test]
 fn a_plan_shows_every_device_and_both_kinds_of_links() {
     let file = std::env::temp_dir().join(format!("mainstem-plan-{}.toml", std::process::id()));
-    let text = "[[device]]\nbandwidth_gb_s = 900\ntflops = 125\nop_us = 5\n\
+    let text = "together_gb = 48\n[[device]]\nbandwidth_gb_s = 900\ntflops = 125\nop_us = 5\nmemory_gb = 32\n\
                 [[device]]\nbandwidth_gb_s = 100\ntflops = 2\n\
                 [within]\nlatency_us = 7\nbandwidth_gb_s = 12\n[between]\nlatency_us = 90\nbandwidth_gb_s = 3";
     std::fs::write(&file, text).expect("it can be written");
@@ -249,8 +255,9 @@ fn a_plan_shows_every_device_and_both_kinds_of_links() {
     let plan = answer_json(&[&args[..], &["--json"]].concat());
     std::fs::remove_file(&file).expect("it was there");
     for line in [
-        "devices:  1 of 900.0 GB/s and 125.00 Tflop/s, 5.0 us an operation",
+        "devices:  1 of 900.0 GB/s and 125.00 Tflop/s, 5.0 us an operation, 32.0 GB",
         "devices:  2 of 100.0 GB/s and 2.00 Tflop/s, 0.0 us an operation",
+        "          48.0 GB of all together",
         "links:    7.0 us and 12.0 GB/s within a stage, 90.0 us and 3.0 GB/s from one to the next",
     ] {
         assert!(text.lines().any(|other| other == line), "{line} in {text}");
@@ -261,6 +268,8 @@ fn a_plan_shows_every_device_and_both_kinds_of_links() {
         [0, 1, 2].map(|at| hardware["devices"][at]["bandwidth"].as_f64()),
         [9e11, 1e11, 1e11].map(Some)
     );
+    assert_eq!([&hardware["devices"][0]["memory"], &hardware["memory_together"]], [32e9, 48e9]);
+    assert!(hardware["devices"][1]["memory"].is_null() && hardware["bandwidth_together"].is_null(), "{plan}");
     assert_eq!([&hardware["within"]["latency_us"], &hardware["between"]["latency_us"]], [7.0, 90.0]);
 }
 

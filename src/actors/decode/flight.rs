@@ -117,6 +117,7 @@ impl MainStem {
             return Ok(());
         };
         let Ran { step, result } = landing.await;
+        self.neighbours.status.beat(self.lane);
         result?;
         self.made_at = self.meters.ran(sent, step.output.times, size);
         self.settle(&step.output, &waiting);

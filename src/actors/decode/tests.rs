@@ -10,7 +10,7 @@ use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanTable, StepBatch, Want};
 use rig::{Heard, Rig, VOCAB, Wish, expected};
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Random choices of a test: each question has its number.
 struct Dice(u32);
@@ -311,6 +311,51 @@ async fn who_begins_while_the_devices_fail_loses_nothing() {
     }
 }
 
+/// Who joins has its slot by then, and is told like those who had one before.
+#[actix::test]
+async fn who_joins_a_turn_that_the_devices_do_not_outlast_is_told() {
+    for len in [3, 70] {
+        let mut rig = Rig::new(Wish::new(4, 1));
+        rig.submit(request(0, 3, 20)).await;
+        for _ in 0..4 {
+            rig.land().await;
+        }
+        rig.calm().await;
+        rig.submit(request(1, len, 12)).await;
+        rig.fail_at_turn();
+        rig.run().await;
+        for told in &rig.told {
+            assert!(matches!(told.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", told.end);
+            assert!(expected(&told.request).starts_with(&told.ids));
+        }
+        let next = rig.submit(request(2, len, 12)).await;
+        rig.run().await;
+        rig.told[next].assert_whole();
+        rig.all_home().await;
+    }
+}
+
+/// `/health` goes by that: a turn of many steps may take long, but not without a step that comes back.
+#[actix::test]
+async fn every_step_that_lands_is_a_sign_of_life() {
+    let mut rig = Rig::new(Wish { policy: Policy::Concurrent, ..Wish::new(4, 1) });
+    for number in 0..4 {
+        rig.submit(request(number, 3, 12)).await;
+    }
+    for landing in 0..12 {
+        rig.calm().await;
+        while rig.status.stalled_for() < Duration::from_millis(20) {
+            tokio::task::yield_now().await;
+        }
+        let before = Instant::now();
+        rig.land().await;
+        rig.calm().await;
+        // Moments are kept in whole milliseconds.
+        let most = before.elapsed() + Duration::from_millis(2);
+        assert!(rig.status.stalled_for() <= most, "landing {landing}");
+    }
+}
+
 /// Who of the submitted has its next token from the step that lands first; in the order of their slots, as they came.
 async fn next_told(rig: &mut Rig) -> Vec<usize> {
     rig.calm().await;
@@ -392,6 +437,7 @@ async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
             let flying = rig.flying().len();
             match throw(8, 4) {
                 0 if flying == 0 => rig.fail_at_question(),
+                1 if flying == 0 => rig.fail_at_turn(),
                 _ => rig.fail(throw(5, flying + 1), [Heard::First, Heard::Last][throw(7, 2)]),
             }
             faulty += 1;

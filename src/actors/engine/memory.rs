@@ -162,20 +162,62 @@ fn part(source: &ModelSource, shard: &Shard) -> ModelSpec {
 /// Bytes that the system, and the control group this process is in, would still give. Without a word from
 /// either, no bound.
 pub fn available_memory() -> usize {
-    let read = |path: &str| std::fs::read_to_string(path).ok();
-    let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
-    let system = read("/proc/meminfo").and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-        Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.saturating_mul(1024))
-    });
-    // Version 2 of control groups, then version 1.
-    let group = [
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ]
-    .into_iter()
-    .find_map(|(limit, used)| Some(number(limit)?.saturating_sub(number(used)?)));
-    system.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
+    available(|path| std::fs::read_to_string(path).ok())
+}
+
+/// The same of a system whose files these are.
+fn available(read: impl Fn(&str) -> Option<String>) -> usize {
+    let system = || {
+        let rest = numbers(&read("/proc/meminfo")?, &["MemAvailable:"])?;
+        Some(rest.saturating_mul(1024))
+    };
+    let group = CONTROL_GROUPS.iter().find_map(|group| group.rest(&read));
+    system().unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
+}
+
+/// Where a version of control groups tells of memory.
+struct ControlGroup {
+    limit: &'static str,
+    used: &'static str,
+    stat: &'static str,
+    /// What of the used is files' pages, which the group gives up where memory is short: those of the model among them.
+    cached: [&'static str; 2],
+}
+
+/// Version 2, then version 1.
+const CONTROL_GROUPS: [ControlGroup; 2] = [
+    ControlGroup {
+        limit: "/sys/fs/cgroup/memory.max",
+        used: "/sys/fs/cgroup/memory.current",
+        stat: "/sys/fs/cgroup/memory.stat",
+        cached: ["active_file", "inactive_file"],
+    },
+    ControlGroup {
+        limit: "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        used: "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        stat: "/sys/fs/cgroup/memory/memory.stat",
+        cached: ["total_active_file", "total_inactive_file"],
+    },
+];
+
+impl ControlGroup {
+    /// What it would still give; `None` without a limit.
+    fn rest(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+        let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
+        let (limit, used) = (number(self.limit)?, number(self.used)?);
+        let cached = read(self.stat).and_then(|text| numbers(&text, &self.cached)).unwrap_or(0);
+        Some(limit.saturating_sub(used.saturating_sub(cached)))
+    }
+}
+
+/// The sum of what is said of these keys, each at the beginning of a line; `None` if one is missing.
+fn numbers(text: &str, keys: &[&str]) -> Option<usize> {
+    let number = |key: &&str| {
+        let mut lines = text.lines().map(str::split_ascii_whitespace);
+        let mut line = lines.find_map(|mut words| (words.next() == Some(key)).then_some(words))?;
+        line.next()?.parse::<usize>().ok()
+    };
+    keys.iter().map(number).try_fold(0, |sum: usize, number| Some(sum.saturating_add(number?)))
 }
 
 #[cfg(test)]
@@ -199,5 +241,46 @@ mod tests {
         assert_eq!(Pool { taken: 200, ..pool }.spare_pages(), 0);
         let nothing = Pool { devices: Vec::new(), free: usize::MAX, page: 0, taken: 0 };
         assert_eq!(nothing.spare_pages(), usize::MAX, "pages of no bytes are bounded by nothing");
+    }
+
+    const MEMINFO: (&str, &str) = (
+        "/proc/meminfo",
+        "MemTotal:       24623456 kB\nMemFree:          100000 kB\nMemAvailable:   20000000 kB\n",
+    );
+
+    fn of(files: &[(&str, &str)]) -> usize {
+        available(|path| files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned()))
+    }
+
+    /// A process that starts again finds the model's files in memory: they are its to use.
+    #[test]
+    fn what_files_take_of_a_control_group_is_to_be_had() {
+        assert_eq!((of(&[]), of(&[MEMINFO])), (usize::MAX, 20_480_000_000));
+        let second = |stat| {
+            of(&[
+                MEMINFO,
+                ("/sys/fs/cgroup/memory.max", "16000000000\n"),
+                ("/sys/fs/cgroup/memory.current", "7000000000\n"),
+                ("/sys/fs/cgroup/memory.stat", stat),
+            ])
+        };
+        let stat = "anon 400\nfile 6600000000\nshmem 600000000\ninactive_anon 1\nactive_anon 2\n\
+                    inactive_file 4000000000\nactive_file 2000000000\nunevictable 0\n";
+        assert_eq!((second(stat), second("")), (15_000_000_000, 9_000_000_000));
+        let first = of(&[
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "16000\n"),
+            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "7000\n"),
+            (
+                "/sys/fs/cgroup/memory/memory.stat",
+                "inactive_file 1\nactive_file 2\ntotal_inactive_file 4000\ntotal_active_file 2000\n",
+            ),
+        ]);
+        assert_eq!(first, 15_000);
+        let unlimited = [
+            MEMINFO,
+            ("/sys/fs/cgroup/memory.max", "max\n"),
+            ("/sys/fs/cgroup/memory.current", "7000000000\n"),
+        ];
+        assert_eq!(of(&unlimited), 20_480_000_000);
     }
 }

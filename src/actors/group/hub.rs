@@ -66,20 +66,29 @@ enum Phase {
 struct Member {
     mailbox: Arc<Mailbox>,
     incarnation: u64,
-    lives: bool,
+    life: Life,
     cleared: bool,
     built: Option<Result<ExecutorReport>>,
     /// Threads of the device that were given up and have not ended: each still has what it had.
     hanging: usize,
 }
 
-/// What the keeper has to see to.
+/// Whether a device has a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Life {
+    Lives,
+    /// It is on its way out, and drops what it has.
+    Ends,
+    Gone,
+}
+
+/// What the keeper has to see to. Who waited for a step has been told.
 pub(in crate::actors) enum News {
-    /// A device failed, which everybody has been told.
+    /// A device failed.
     Failed,
-    /// Nobody has answered for too long. Nobody has been told.
+    /// Nobody has answered for too long.
     Stalled,
-    /// There are steps, and no devices.
+    /// There are no devices, and steps, or it has been a while.
     Wanted,
 }
 
@@ -89,7 +98,7 @@ impl Hub {
         let member = || Member {
             mailbox: Arc::new(Mailbox::new(config.lanes)),
             incarnation: 0,
-            lives: false,
+            life: Life::Gone,
             cleared: true,
             built: None,
             hanging: 0,
@@ -205,22 +214,33 @@ impl Hub {
         }
     }
 
-    /// A device's thread ends.
-    pub fn left(&self, place: Place) {
+    /// A device's thread will end, and still has what it had.
+    pub fn ends(&self, place: Place) {
         let mut state = self.lock();
-        let Some(member) = state.member(place) else {
-            // One that was given up has woken.
-            state.members[place.stage][place.rank].hanging -= 1;
-            return self.news.notify_all();
-        };
-        member.lives = false;
+        let Some(member) = state.member(place) else { return };
+        member.life = Life::Ends;
         if state.phase == Phase::Away {
             // Nobody waits for its part in what they build.
             state.abort.abort();
         }
-        let number = state.steps.oldest();
-        self.fail(&mut state, place, number, DeviceError::Fault(THREAD_ENDED.to_owned()));
+        self.fail_for_thread(&mut state, place);
         self.news.notify_all();
+    }
+
+    /// It has nothing any more, and ends.
+    pub fn left(&self, place: Place) {
+        let mut state = self.lock();
+        match state.member(place) {
+            Some(member) => member.life = Life::Gone,
+            // One that was given up has woken.
+            None => state.members[place.stage][place.rank].hanging -= 1,
+        }
+        self.news.notify_all();
+    }
+
+    fn fail_for_thread(&self, state: &mut State, place: Place) {
+        let (number, fault) = (state.steps.oldest(), DeviceError::Fault(THREAD_ENDED.to_owned()));
+        self.fail(state, place, number, fault);
     }
 
     fn fail(&self, state: &mut State, place: Place, number: u64, fault: DeviceError) {
@@ -228,8 +248,7 @@ impl Hub {
             let (device, fault) = (self.name(place), named(self.name(place), fault));
             let what = self.config.what();
             error!(device, step = number, %fault, "{what} failed; it is being rebuilt");
-            state.give_up();
-            state.steps.lose(&fault);
+            state.give_up(&fault);
             self.news.notify_all();
         }
     }
@@ -262,9 +281,11 @@ impl State {
         }
     }
 
-    fn give_up(&mut self) {
+    /// Everybody is told of the fault, and nothing of this build is waited for any more.
+    fn give_up(&mut self, fault: &DeviceError) {
         self.phase = Phase::Failed;
         self.abort.abort();
+        self.steps.lose(fault);
     }
 }
 

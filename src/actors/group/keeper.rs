@@ -22,11 +22,15 @@ use tracing::{error, info, warn};
 /// What every device of a group reports of itself, stage by stage, by rank.
 pub type Reports = Vec<Vec<ExecutorReport>>;
 
-/// How long the devices may take at most to find out that the group was given up, once a step had its time and more.
+/// How long the devices may take at most to find out that the group was given up for a silence, before those are named that
+/// have not.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// How many times as long as the first a later build may take.
 const SLOWER: u32 = 10;
+
+/// How long devices that could not be built are left alone at least, if nobody wants them.
+const ALONE: Duration = Duration::from_secs(5);
 
 /// How long the devices have at the end to be through with the step they are in.
 const LEAVING: Duration = Duration::from_secs(10);
@@ -69,11 +73,17 @@ impl Keeper {
 
     fn see_to_it(&mut self) {
         let what = self.hub.config().what();
-        while let Some(news) = self.hub.next_news() {
+        // Devices that take long to build are not built all the time.
+        let again = self.first.max(ALONE);
+        while let Some(news) = self.hub.next_news(again) {
             match self.recover(news) {
                 Ok(_) => info!("{what} is back"),
                 Err(_) if self.hub.is_stopping() => {}
-                Err(fault) => error!("{what} is still away: {fault:#}; the next step will try again"),
+                Err(fault) => {
+                    error!(
+                        "{what} is still away: {fault:#}; it is tried again in {again:.0?}, or with the next step"
+                    )
+                }
             }
         }
     }
@@ -88,9 +98,9 @@ impl Keeper {
             telemetry::DEVICE_RESTARTS.add(1);
         }
         self.clear(news);
-        let built = self.build(step_timeout.map(|_| building));
+        let built = self.build(step_timeout.map(|_| building))?;
         status.back();
-        built
+        Ok(built)
     }
 
     /// Everybody drops what they have. Who is in a long step has as much time again before its thread is given up: it may
@@ -102,7 +112,7 @@ impl Keeper {
         self.hub.clear();
         if let News::Stalled = news {
             let stalled = self.hub.not_cleared(timeout.and_then(|timeout| within(timeout.min(LAST_WORDS))));
-            self.hub.tell_stalled(&stalled);
+            self.hub.name_stalled(&stalled);
         }
         for place in self.hub.to_give_up(until) {
             self.give_up(place);

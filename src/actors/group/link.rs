@@ -55,7 +55,7 @@ impl Room {
     }
 
     /// Buffers of a link within a process: one for each step, and one for that which was answered last, which a member of
-    /// the next stage may still have. It can have none before that, for nothing passes a stage without all its members.
+    /// the next stage may still have. It can have none before that, for the members of a stage meet in every step.
     fn buffers(&self) -> usize {
         self.steps + 1
     }

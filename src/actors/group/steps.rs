@@ -39,7 +39,7 @@ struct Pending {
 
 impl Steps {
     pub fn new(limits: StepLimits, most: usize) -> Steps {
-        // A member may still read the step that was answered last.
+        // A member may still read the one that was answered last.
         let batches = (0..=most).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();
         Steps {
             limits,
@@ -86,8 +86,9 @@ impl Steps {
         Some(batch)
     }
 
-    /// The batch for all devices to read; in its place is left one that was used before. Only a thread that hangs with one
-    /// makes another necessary.
+    /// The batch for all devices to read; in its place is left one that was used before. The members of a stage meet in
+    /// every step, so that none still reads an older one than the last that was answered: only a thread that hangs with one
+    /// makes another necessary. That one stays, and is used when the thread has let go of the first.
     fn shared(&mut self, batch: &mut StepBatch) -> Arc<StepBatch> {
         let free = self.batches.iter_mut().position(|batch| Arc::get_mut(batch).is_some());
         let at = free.unwrap_or(self.batches.len());

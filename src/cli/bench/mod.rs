@@ -119,10 +119,9 @@ enum Format {
 
 /// Measures what the arguments say and reports it. The code is 0, or 130 if it was interrupted.
 pub fn run(args: BenchArgs) -> Result<ExitCode> {
-    let says_which = args.partition.says_which();
     let (run, file, flags) = args.layers();
     let config = match run.ways.partition {
-        true => with_several(file.as_deref(), flags, says_which)?.0,
+        true => with_several(file.as_deref(), flags)?.0,
         false => Config::of_process(file.as_deref(), flags)?,
     };
     telemetry::start_log(&config.log, || spinner::Stderr);

@@ -18,12 +18,12 @@ use crate::cli::start::{self, factories, fetched_aside, open};
 use crate::config::{
     Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of, spelled,
 };
-use crate::model::{ModelRef, ModelSource};
+use crate::model::{ModelRef, ModelSource, Partition};
 use crate::planner::shape::{ModelShape, Part, StackShape, Unit};
-use crate::planner::strategies::{self, strategies};
+use crate::planner::strategies::strategies;
 use crate::planner::{Device, Hardware, Link, Load, Place, Refusal, Together, forecast, opened, split};
 use crate::text::Tokenizer;
-use anyhow::Result;
+use anyhow::{Error, Result};
 use clap::Args;
 use indicatif::ProgressBar;
 use rows::{PartitionRow, Predicted};
@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Samples of the engine's own time, of which the least counts, and the time of each device's step in them.
-const CALIBRATIONS: usize = 5;
+const CALIBRATIONS: usize = 20;
 const KNOWN: Duration = Duration::from_millis(1);
 
 /// Tokens of the prompts of sequences that decode together.
@@ -97,7 +97,7 @@ pub async fn measure(
     report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
     let mut bench = Bench::new(config, tests, tokens, source, tokenizer)?;
     // Simulated devices have their times from the links alone.
-    let ways = bench.ways(&mut report.notes);
+    let ways = bench.ways(&mut report.notes)?;
     if tests.check_model {
         bench.calibrate().await?;
     }
@@ -124,61 +124,59 @@ struct Bench<'a> {
 struct Way {
     strategy: &'static str,
     device: DeviceConfig,
+    partition: Partition,
     lanes: usize,
 }
 
 impl<'a> Bench<'a> {
     fn new(
-        config: Config,
+        mut config: Config,
         tests: &'a PartitionTests,
         tokens: usize,
         source: Arc<ModelSource>,
         tokenizer: Arc<Tokenizer>,
     ) -> Result<Bench<'a>> {
         let (shape, hardware) = match tests.fake_layer {
-            Some(layer) => (equal_layers(&source), simulated(layer, tests.link())),
+            Some(layer) => {
+                config.device = as_fakes(&config.device);
+                (equal_layers(&source), simulated(layer, tests.link()))
+            }
             None => (opened::shape(&source, config.kv.ty), machine(&config, tests)?),
         };
         Ok(Bench { config, tests, tokens, source, tokenizer, shape, hardware })
     }
 
     /// All even ways, and the configured one, each with lanes and without. What cannot be is told to `notes`.
-    fn ways(&self, notes: &mut Vec<String>) -> Vec<Way> {
-        let configured = &self.config.device;
-        let devices: Vec<DeviceName> = configured.devices().copied().collect();
-        let mut all: Vec<(&'static str, DeviceConfig)> = strategies(&devices)
-            .into_iter()
-            .map(|strategy| (strategy.name, configured.regrouped(&strategy.groups)))
-            .collect();
-        if !configured.is_left_open() || !all.iter().any(|(_, device)| device.groups == configured.groups) {
-            all.push((strategies::name(&configured.groups), configured.clone()));
-        }
+    fn ways(&self, notes: &mut Vec<String>) -> Result<Vec<Way>> {
         let mut ways = Vec::new();
-        for (strategy, device) in all {
-            match self.timed(device) {
-                Ok(device) => {
+        for strategy in strategies(&self.config.device) {
+            let divided = match self.tests.fake_layer {
+                Some(_) => self.timed(strategy.device).map_err(Error::from),
+                None => start::partition(&strategy.device, &self.source).map(|it| (strategy.device, it)),
+            };
+            match divided.map_err(Error::downcast::<Refusal>) {
+                Ok((device, partition)) => {
                     let stages = device.groups.len();
                     let lanes = if stages > 1 { vec![1, stages] } else { vec![1] };
                     ways.extend(lanes.into_iter().map(|lanes| Way {
-                        strategy,
+                        strategy: strategy.name,
                         device: device.clone(),
+                        partition: partition.clone(),
                         lanes,
                     }));
                 }
-                Err(refusal) => notes.push(format!("{strategy} left out: {refusal}")),
+                Err(Ok(refusal)) => notes.push(format!("{} left out: {refusal}", strategy.name)),
+                Err(Err(error)) => return Err(error),
             }
         }
-        ways
+        Ok(ways)
     }
 
-    /// Simulated devices with their times; real ones as they are. Refuses what cannot be divided so.
-    fn timed(&self, device: DeviceConfig) -> Result<DeviceConfig, Refusal> {
+    /// Simulated devices with their times, and what each has. Refuses what cannot be divided so.
+    fn timed(&self, device: DeviceConfig) -> Result<(DeviceConfig, Partition), Refusal> {
         let alike = |_: &DeviceName| Place { speed: 1.0, memory: f64::INFINITY };
         let fits = |shard: &_| opened::fits(&self.source, shard);
         let partition = split::partition(&device, &self.shape, alike, fits)?;
-        if self.tests.fake_layer.is_none() {
-            return Ok(device);
-        }
         let seconds = |batch| {
             let load = Load { batch, context: 0, sequences: 0 };
             forecast(&self.shape, &partition, &self.hardware, load).stage_seconds
@@ -192,8 +190,7 @@ impl<'a> Bench<'a> {
             members.iter().map(|member| DeviceName { kind, ..*member }).collect()
         };
         let groups: Groups = device.groups.iter().zip(times).map(stage).collect();
-        let layers = partition.stages.iter().map(|stage| stage.decoder.len()).collect();
-        Ok(DeviceConfig { groups, layers, ..device })
+        Ok((DeviceConfig { groups, ..device }, partition))
     }
 
     /// Measures what the engine takes for itself: for each step, and for each way from one stage to the next.
@@ -210,7 +207,7 @@ impl<'a> Bench<'a> {
         let groups: Groups = (0..stages).map(|number| vec![DeviceName { kind, number }]).collect();
         let device = self.config.device.regrouped(&groups);
         let test = Test::decode(0, self.tokens);
-        let config = self.sized(&Way { strategy: "", device, lanes: 1 }, &[test])?;
+        let config = self.sized(&device, 1, &[test])?;
         let setup = start::setup(&config, &self.source)?;
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let (engine, _) = super::start(setup, self.tokenizer.clone(), factories).await?;
@@ -234,8 +231,8 @@ impl<'a> Bench<'a> {
     ) -> Result<()> {
         let sequences = self.tests.batch as usize * way.lanes;
         let tests = [Test::decode(0, self.tokens), together(sequences, self.tokens)];
-        let config = self.sized(way, &tests)?;
-        let setup = start::setup(&config, &self.source)?;
+        let config = self.sized(&way.device, way.lanes, &tests)?;
+        let setup = EngineSetup::new(&config, &self.source, way.partition.clone())?;
         report.partitions.push(self.row(way, &setup, sequences));
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let factories = if self.tests.slows_links() && self.tests.fake_layer.is_none() {
@@ -277,11 +274,11 @@ impl<'a> Bench<'a> {
     }
 
     /// The configuration with slots and cache for the tests.
-    fn sized(&self, way: &Way, tests: &[Test]) -> Result<Config> {
-        let mut config = Config { device: way.device.clone(), ..self.config.clone() };
-        let slots = self.tests.batch as usize * way.lanes;
+    fn sized(&self, device: &DeviceConfig, lanes: usize, tests: &[Test]) -> Result<Config> {
+        let mut config = Config { device: device.clone(), ..self.config.clone() };
+        let slots = self.tests.batch as usize * lanes;
         config.scheduler.slots = slots;
-        config.scheduler.lanes = Lanes::Number(way.lanes);
+        config.scheduler.lanes = Lanes::Number(lanes);
         config.scheduler.token_budget = config.scheduler.token_budget.max(2 * slots + PROMPT);
         size_cache(&mut config, tests)?;
         Ok(config)
@@ -309,6 +306,17 @@ impl<'a> Bench<'a> {
             predicted,
         }
     }
+}
+
+/// As many simulated devices in the same groups, numbered anew: what they stand for may be of several kinds. They take no
+/// time yet.
+fn as_fakes(device: &DeviceConfig) -> DeviceConfig {
+    let kind = DeviceKind::Fake { step: Duration::ZERO, row: Duration::ZERO };
+    let mut numbers = 0..;
+    let mut stage = |members: &Vec<DeviceName>| -> Vec<DeviceName> {
+        numbers.by_ref().take(members.len()).map(|number| DeviceName { kind, number }).collect()
+    };
+    DeviceConfig { groups: device.groups.iter().map(&mut stage).collect(), ..device.clone() }
 }
 
 /// Tells `hardware` how many seconds the engine takes for a step, and for a way that is slowed down to `link`. Those have the

@@ -4,7 +4,7 @@
 
 use crate::cli::start;
 use crate::config::{Config, ConfigError, Source};
-use crate::model::shard::Shard;
+use crate::model::shard::{Deal, Shard};
 use crate::model::source::{ModelRef, ModelSource};
 use crate::model::spec::{Kind, SpecFile};
 use crate::model::synthetic::Shape;
@@ -43,14 +43,24 @@ impl Subject {
         Ok(Subject { shape: opened::shape(&source, config.kv.ty), source: Some(source) })
     }
 
-    /// Whether such a shard can be made. Of a shape, no more is known than its heads.
+    /// Whether such a shard can be made. Of a shape, no more is known than its heads and their blocks.
     pub fn fits(&self, shard: &Shard) -> Result<(), Unfit> {
-        let heads = self.shape.heads;
-        match &self.source {
-            Some(source) => opened::fits(source, shard),
-            None if shard.members() <= heads => Ok(()),
-            None => Err(Unfit { reason: format!("its layers have {heads} heads"), members_max: heads }),
+        if let Some(source) = &self.source {
+            return opened::fits(source, shard);
         }
+        let units = self.shape.units();
+        let Some(deal) = units.iter().filter_map(|unit| unit.deal).min_by_key(Deal::members_max) else {
+            return Ok(());
+        };
+        let Deal { heads, kv_heads, v_dim, block } = deal;
+        let members_max = deal.members_max().max(1);
+        if shard.members() <= members_max {
+            return Ok(());
+        }
+        let shared = if kv_heads < heads { format!(" on {kv_heads} KV heads") } else { String::new() };
+        let blocks =
+            if block > 1 { format!(" of {v_dim} values stored in blocks of {block}") } else { String::new() };
+        Err(Unfit { reason: format!("its layers have {heads} heads{shared}{blocks}"), members_max })
     }
 }
 
@@ -168,6 +178,26 @@ mod tests {
         let seven = by_sizes("layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000");
         let near = seven.stored() / named("7B", QuantType::F16).unwrap().stored();
         assert!((near - 1.0).abs() < 1e-3, "{near}");
+    }
+
+    /// Heads are not cut, and neither are blocks: two heads of 48 values end with one of 32 numbers.
+    #[test]
+    fn members_of_a_shape_are_as_many_as_can_have_heads() {
+        let most = |text: &str, members: usize| {
+            let subject = Subject { shape: sizes(text, QuantType::F16).unwrap(), source: None };
+            let shares = vec![1; members];
+            let shard = Shard { encoder: 0..0, decoder: 0..1, rank: 0, shares, experts: Default::default() };
+            subject.fits(&shard).map_err(|unfit| (unfit.members_max, unfit.reason))
+        };
+        let plain = "layers=1,hidden=192,heads=4,kv_heads=2,ffn=256,vocab=9";
+        assert_eq!(most(plain, 4), Ok(()));
+        assert_eq!(most(plain, 5), Err((4, "its layers have 4 heads on 2 KV heads".to_owned())));
+        let blocks = "layers=1,hidden=192,heads=4,ffn=256,vocab=9,type=q8_0";
+        assert_eq!(most(blocks, 2), Ok(()));
+        let reason = "its layers have 4 heads of 48 values stored in blocks of 32";
+        assert_eq!(most(blocks, 3), Err((2, reason.to_owned())));
+        // One head is no multiple of a block, and one device has it all the same.
+        assert_eq!(most("layers=1,hidden=50,heads=1,ffn=64,vocab=9,type=q8_0", 1), Ok(()));
     }
 
     /// The largest sizes there may be are counted without overflow.

@@ -41,8 +41,10 @@ fn head(plan: &Plan) -> String {
     for alike in machine.devices.chunk_by(|a, b| figures_of(a) == figures_of(b)) {
         let _ = writeln!(text, "devices:  {} of {}", alike.len(), figures_of(&alike[0]));
     }
-    if let Some(together) = machine.bandwidth_together {
-        let _ = writeln!(text, "          {} of all together", speed(together));
+    let together = [machine.bandwidth_together.map(speed), machine.memory_together.map(bytes)];
+    let together = together.into_iter().flatten().collect::<Vec<_>>().join(" and ");
+    if !together.is_empty() {
+        let _ = writeln!(text, "          {together} of all together");
     }
     let _ = match machine.within == machine.between {
         true => writeln!(text, "links:    {}", link(&machine.within)),
@@ -59,8 +61,9 @@ fn head(plan: &Plan) -> String {
 }
 
 fn figures_of(device: &DeviceFigures) -> String {
-    let DeviceFigures { bandwidth, flops, op_us, .. } = device;
-    format!("{} and {:.2} Tflop/s, {op_us:.1} us an operation", speed(*bandwidth), flops / 1e12)
+    let DeviceFigures { bandwidth, memory, flops, op_us, .. } = device;
+    let memory = memory.map_or(String::new(), |memory| format!(", {}", bytes(memory)));
+    format!("{} and {:.2} Tflop/s, {op_us:.1} us an operation{memory}", speed(*bandwidth), flops / 1e12)
 }
 
 fn link(link: &LinkFigures) -> String {

@@ -72,7 +72,8 @@ fn factory(kind: DeviceKind, config: DeviceConfig, part: Part, tokenizer: Arc<To
             DeviceKind::Reference => real(Reference::new(), stage, &part)?,
             DeviceKind::Fake { step, row } => {
                 let words = words::words(&part.source, &tokenizer);
-                Box::new(FakeExecutor::new(words, part.limits).taking(StepTime { step, row }))
+                let device = FakeExecutor::new(words, part.limits).joining(stage);
+                Box::new(device.taking(StepTime { step, row }))
             }
         })
     })

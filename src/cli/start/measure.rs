@@ -18,6 +18,11 @@ use std::time::{Duration, Instant};
 /// Width of the matrix, which is square: 64 MiB, more than caches hold.
 const WIDTH: usize = 4096;
 
+/// Most such matrices at once: 512 MiB. More devices have some of the rows each.
+const WHOLE: usize = 8;
+
+const SQUARE: (usize, usize) = (WIDTH, WIDTH);
+
 /// Width of one that any cache holds.
 const SMALL: usize = 64;
 
@@ -27,15 +32,17 @@ const ROWS: usize = 64;
 /// Time for each figure.
 const MOMENT: Duration = Duration::from_millis(80);
 
-/// Bytes of the large matrix.
-const BYTES: f64 = (WIDTH * WIDTH * size_of::<f32>()) as f64;
-
 /// Round trips between two threads.
 const TRIPS: u32 = 500;
 
 /// Bytes of weights that a device of that kind goes through in a second, alone.
 pub fn bandwidth(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
-    Ok(BYTES / fastest(product(config, kind, WIDTH, 1)?))
+    Ok(bytes(WIDTH) / fastest(product(config, kind, SQUARE, 1)?))
+}
+
+/// Bytes of so many rows of the large matrix.
+fn bytes(rows: usize) -> f64 {
+    (rows * WIDTH * size_of::<f32>()) as f64
 }
 
 /// This machine with the configured devices, each as fast as others of its kind.
@@ -68,26 +75,32 @@ fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Devi
     };
     Ok(Device {
         bandwidth: bandwidth(config, kind)?,
-        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / fastest(product(config, kind, WIDTH, rows)?),
+        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / fastest(product(config, kind, SQUARE, rows)?),
         memory,
-        op_seconds: fastest(product(config, kind, SMALL, 1)?),
+        op_seconds: fastest(product(config, kind, (SMALL, SMALL), 1)?),
     })
 }
 
 /// What all devices read in a second when each of them does.
 fn together(config: &DeviceConfig) -> Result<f64> {
-    let begin = Arc::new(Barrier::new(config.devices().count()));
+    let devices = config.devices().count();
+    let (begin, out) = (Arc::new(Barrier::new(devices)), outputs_each(devices));
     let reading = |device: &DeviceName| {
         let (config, begin, kind) = (config.clone(), begin.clone(), device.kind);
         thread::spawn(move || -> Result<f64> {
-            let product = product(&config, kind, WIDTH, 1);
+            let product = product(&config, kind, (out, WIDTH), 1);
             begin.wait();
-            Ok(BYTES / mean(product?))
+            Ok(bytes(out) / mean(product?))
         })
     };
     let threads: Vec<_> = config.devices().map(reading).collect();
     let each = threads.into_iter().map(|thread| thread.join().ok().context("a measuring thread is gone")?);
     each.sum()
+}
+
+/// Rows of the matrix that each of so many devices has at once: all of them, up to as many devices as [`WHOLE`] says.
+fn outputs_each(devices: usize) -> usize {
+    (WIDTH * WHOLE / devices).clamp(1, WIDTH)
 }
 
 /// Seconds from one thread to another that sleeps.
@@ -119,20 +132,24 @@ fn copying() -> f64 {
 /// A product, done each time it is called.
 type Product = Box<dyn FnMut()>;
 
-/// Of `rows` with a square matrix on a device of that kind.
-fn product(config: &DeviceConfig, kind: DeviceKind, width: usize, rows: usize) -> Result<Product> {
+/// Of `rows` with a matrix (out, inp) on a device of that kind.
+fn product(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<Product> {
     match kind {
-        DeviceKind::Cpu => product_on(cpu(config)?, width, rows),
-        DeviceKind::Reference => product_on(Reference::new(), width, rows),
+        DeviceKind::Cpu => product_on(cpu(config)?, matrix, rows),
+        DeviceKind::Reference => product_on(Reference::new(), matrix, rows),
         DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so there is no speed to measure"),
     }
 }
 
-fn product_on<B: Backend + 'static>(mut backend: B, width: usize, rows: usize) -> Result<Product> {
-    let bytes = vec![0; width * width * size_of::<f32>()];
-    let weight = backend.upload_weight(QuantType::F32, width, width, &bytes)?;
-    let x = backend.alloc(rows * width * size_of::<f32>())?;
-    let mut y = backend.alloc(rows * width * size_of::<f32>())?;
+fn product_on<B: Backend + 'static>(
+    mut backend: B,
+    (out, inp): (usize, usize),
+    rows: usize,
+) -> Result<Product> {
+    let bytes = vec![0; out * inp * size_of::<f32>()];
+    let weight = backend.upload_weight(QuantType::F32, out, inp, &bytes)?;
+    let x = backend.alloc(rows * inp * size_of::<f32>())?;
+    let mut y = backend.alloc(rows * out * size_of::<f32>())?;
     backend.prepare(&StepLimits {
         slots: 1,
         rows,
@@ -186,10 +203,19 @@ mod tests {
     #[test]
     fn each_device_has_the_speed_of_its_kind() {
         let machine = machine(&devices("reference:0;0;1")).unwrap();
-        let [slow, fast, other] = machine.devices[..] else { panic!("{:?}", machine.devices) };
+        let [slow, fast, _] = machine.devices[..] else { panic!("{:?}", machine.devices) };
         assert!(fast.bandwidth > 2.0 * slow.bandwidth, "{fast:?} {slow:?}");
         assert!(fast.flops > 2.0 * slow.flops, "{fast:?} {slow:?}");
-        assert_eq!(fast, other);
+    }
+
+    /// As many devices as may be named read half a gigabyte together, and each of them something.
+    #[test]
+    fn many_devices_take_no_more_memory_than_some() {
+        for devices in 1..=256 {
+            let all = devices as f64 * bytes(outputs_each(devices));
+            assert!(all > 0.0 && all <= 512.0 * f64::from(1 << 20), "{devices}: {all}");
+        }
+        assert_eq!([1, 8, 256].map(outputs_each), [WIDTH, WIDTH, 128]);
     }
 
     #[test]

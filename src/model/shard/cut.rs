@@ -100,7 +100,7 @@ impl Cutter<'_> {
     /// Layers with biases by distance have the same heads, so those of the first are all's.
     fn distance(&self, spec: &DistanceSpec, held: &Held) -> Option<DistanceSpec> {
         let first = held.layers.iter().find(|layer| layer.attention.by_distance)?;
-        let by_rank = Deal::of(&first.attention, held.head_block).by_rank(self.shard);
+        let by_rank = Deal::of(&first.attention, held.head_block).by_rank(&self.shard.shares);
         Some(DistanceSpec { own: by_rank[self.shard.rank].query.clone(), ..spec.clone() })
     }
 
@@ -121,7 +121,7 @@ impl Cutter<'_> {
     }
 
     fn attention(&self, spec: &AttentionSpec, held: &Held) -> AttentionSpec {
-        let by_rank = Deal::of(spec, held.head_block).by_rank(self.shard);
+        let by_rank = Deal::of(spec, held.head_block).by_rank(&self.shard.shares);
         let Heads { query, kv } = &by_rank[self.shard.rank];
         let (k_dim, v_dim) = (spec.k_dim, spec.v_dim);
         let of = |heads: &Range<usize>, width: usize| heads.start * width..heads.end * width;

@@ -4,23 +4,24 @@
 //! with several, who have its query heads by their shares; who has a large share is with few others, or alone.
 //! Invariant: a member's query heads share its KV heads evenly, as attention needs them.
 
-use super::{Shard, divided, lcm};
+use super::{divided, lcm};
 use crate::model::spec::{AttentionSpec, Spread};
 use std::ops::Range;
 
 /// What decides how heads can be dealt out.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Deal {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deal {
     pub heads: usize,
     pub kv_heads: usize,
-    v_dim: usize,
+    /// Values of a head.
+    pub v_dim: usize,
     /// Numbers that the output projection has in a block: its columns are a head's values after another's.
-    block: usize,
+    pub block: usize,
 }
 
 /// One member's heads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Heads {
+pub struct Heads {
     pub query: Range<usize>,
     pub kv: Range<usize>,
 }
@@ -54,23 +55,23 @@ impl Deal {
         self.group() / granule(self.v_dim, self.block)
     }
 
-    /// By rank: KV heads with their query heads. Where there are more members than KV heads, each of those has some of the
-    /// members, which share its query heads.
-    pub fn by_rank(&self, shard: &Shard) -> Vec<Heads> {
-        let (members, group) = (shard.members(), self.group());
+    /// By rank, of no more members than can have some: KV heads with their query heads. Where there are more members than
+    /// KV heads, each of those has some of the members, which share its query heads.
+    pub fn by_rank(&self, shares: &[u32]) -> Vec<Heads> {
+        let (members, group) = (shares.len(), self.group());
         let kv_granule = self.kv_granule();
         if members * kv_granule <= self.kv_heads {
             let of = |kv: Range<usize>| Heads { query: kv.start * group..kv.end * group, kv };
-            return shard.ranges(self.kv_heads, kv_granule).into_iter().map(of).collect();
+            return divided(self.kv_heads, kv_granule, shares).into_iter().map(of).collect();
         }
         let of_kv_head = |(kv, ranks): (usize, Range<usize>)| {
-            let parts = divided(group, granule(self.v_dim, self.block), &shard.shares[ranks]);
+            let parts = divided(group, granule(self.v_dim, self.block), &shares[ranks]);
             parts.into_iter().map(move |part| Heads {
                 query: kv * group + part.start..kv * group + part.end,
                 kv: kv..kv + 1,
             })
         };
-        self.sharers(&shard.shares).into_iter().enumerate().flat_map(of_kv_head).collect()
+        self.sharers(shares).into_iter().enumerate().flat_map(of_kv_head).collect()
     }
 
     /// The ranks that have each KV head, in runs: each run ends where the shares up to there are nearest to what the KV heads

@@ -95,8 +95,7 @@ fn dealt(
     (attention.heads, attention.kv_heads, attention.v_dim) = (heads, kv_heads, v_dim);
     let deal = Deal::of(&attention, block);
     assert!(shares.len() <= deal.members_max(), "{deal:?}");
-    let shard = &stage(&open("gqa").spec, shares, ExpertSplit::Column)[0];
-    deal.by_rank(shard).into_iter().map(|heads| (heads.query, heads.kv)).collect()
+    deal.by_rank(shares).into_iter().map(|heads| (heads.query, heads.kv)).collect()
 }
 
 #[test]

@@ -43,24 +43,34 @@ fn a_shared_table_is_twice_in_the_units_that_have_it() {
 fn the_papers_model_has_its_size() {
     let shape = ModelShape::uniform("falcon-40b", &FALCON_40B);
     assert!((shape.stored() / 2.0 / 1e9 - 41.3).abs() < 0.1, "{}", shape.stored());
-    assert_eq!((shape.layers(), shape.heads), (60, 128));
+    assert_eq!(shape.layers(), 60);
 }
 
-/// One KV head of two query heads is on both members that have one of those; one of two is on two of four.
+/// A layer's heads and cache are those of the shard, whatever the shares: one KV head is on all members that have query heads of
+/// it, and three members cannot have a third of four heads each.
 #[test]
-fn kv_heads_are_whole_on_each_member_that_needs_them() {
-    for (fixture, members, times) in [("mqa", 2, 2.0), ("gqa", 4, 2.0), ("gqa", 2, 1.0), ("mha", 2, 1.0)] {
+fn members_have_the_heads_of_their_shards() {
+    for (fixture, shares) in [
+        ("mqa", &[1, 1][..]),
+        ("gqa", &[1, 1, 1, 1]),
+        ("gqa", &[1, 1, 1]),
+        ("gqa", &[1, 1, 4]),
+        ("gqa", &[3, 1]),
+        ("mha", &[1, 1, 1]),
+        ("mha", &[1, 5]),
+    ] {
         let (source, shape) = of_file(&format!("tests/fixtures/{fixture}"));
         let layer = shape.decoder.unwrap().layers[0];
-        let own = layer.of_member(1.0 / members as f64);
-        assert_eq!(own.kv * members as f64, layer.whole().kv * times, "{fixture}");
-        // As the shard has it, beside norms, which are on all.
-        let shard = Shard { shares: vec![1; members], ..Shard::whole(&source.spec) };
-        let stored = |piece: &Piece| source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
-        let cut = ModelShape::of_spec("it", &source.part(&shard).unwrap(), stored, QuantType::F16);
-        let cut = cut.decoder.unwrap().layers[0].whole();
-        assert_eq!(own.kv, cut.kv, "{fixture}");
-        assert!((own.stored / cut.stored - 1.0).abs() < 0.05, "{fixture}: {own:?} {cut:?}");
+        for (rank, own) in layer.of_members(shares).into_iter().enumerate() {
+            let shard = Shard { shares: shares.to_vec(), rank, ..Shard::whole(&source.spec) };
+            let stored = |piece: &Piece| source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
+            let cut = ModelShape::of_spec("it", &source.part(&shard).unwrap(), stored, QuantType::F16);
+            let cut = cut.decoder.unwrap().layers[0].whole();
+            let what = format!("{fixture} by {shares:?}, {rank}: {own:?} {cut:?}");
+            assert_eq!((own.kv, own.macs_per_position), (cut.kv, cut.macs_per_position), "{what}");
+            // Beside norms, which are on all.
+            assert!((own.stored / cut.stored - 1.0).abs() < 0.05, "{what}");
+        }
     }
 }
 

@@ -2,7 +2,7 @@ use super::super::hardware::{Link, Together, v100x4};
 use super::super::shape::{FALCON_40B, StackShape, Table};
 use super::*;
 use crate::model::partition::Member;
-use crate::model::shard::ExpertSplit;
+use crate::model::shard::{Deal, ExpertSplit};
 
 /// n stages of m members, the layers evenly divided.
 fn even(model: &ModelShape, stages: usize, members: usize) -> Partition {
@@ -58,7 +58,6 @@ fn by_hand() -> (ModelShape, Hardware) {
         name: "it".to_owned(),
         hidden: 5,
         vocab: 0,
-        heads: 2,
         encoder: None,
         decoder: Some(stack),
         tables: Vec::new(),
@@ -155,6 +154,50 @@ fn slow_devices_leave_the_shared_memory_to_fast_ones() {
     assert!(near(machine.bandwidth_each(0..2), 80.0));
 }
 
+/// Of four heads, three members have two, one and one, and all wait for the first. By 1 to 1 to 4, eight heads on two KV heads
+/// are two, two and four, and each member has one KV head.
+#[test]
+fn members_have_whole_heads() {
+    let (mut model, hardware) = by_hand();
+    let mut dealt = |kv_heads| {
+        for layer in &mut model.decoder.as_mut().unwrap().layers {
+            layer.divided = Part { stored: 60.0, read: 60.0, read_max: 60.0, ..Part::default() };
+            layer.of_queries = Part { stored: 40.0, read: 40.0, read_max: 40.0, ..Part::default() };
+            layer.of_kv = Part { stored: 8.0, kv: 4.0, ..Part::default() };
+            layer.deal = Some(Deal { heads: 4 * kv_heads, kv_heads, v_dim: 1, block: 1 });
+        }
+        model.clone()
+    };
+    let free = Link { latency: 0.0, bandwidth: f64::INFINITY };
+    let hardware = Hardware { within: free, ..hardware };
+    let (model, load) = (dealt(1), Load { batch: 1, context: 0, sequences: 1 });
+    let three = forecast(&model, &even(&model, 1, 3), &hardware, load);
+    // 2 x (60 / 3 + 40 / 2 + 8)
+    assert_eq!(three.bytes, [[96.0, 76.0, 76.0]]);
+    assert!(near(three.decode_speed, 100.0 / 80.0), "{three:?}");
+    let model = dealt(2);
+    let mut partition = even(&model, 1, 3);
+    partition.stages[0].members[2].share = 4;
+    let by_shares = forecast(&model, &partition, &hardware, Load { context: 10, ..load });
+    // 2 x (60 / 6 + 40 / 4 + 8 / 2 + 40 / 2), and 2 x (60 x 4 / 6 + 40 / 2 + 8 / 2 + 40 / 2)
+    assert_eq!(by_shares.bytes, [[88.0, 88.0, 168.0]]);
+}
+
+/// A token has no rows in an encoder's stages, so what these hand on is empty.
+#[test]
+fn an_encoders_stage_hands_on_nothing_of_a_token() {
+    let (decoder, hardware) = by_hand();
+    let both = ModelShape { encoder: Some(of_layers(1, Part::default())), ..decoder };
+    let mut partition = even(&both, 3, 1);
+    for (stage, (encoder, decoder)) in [(0..1, 0..0), (1..1, 0..1), (1..1, 1..2)].into_iter().enumerate() {
+        (partition.stages[stage].encoder, partition.stages[stage].decoder) = (encoder, decoder);
+    }
+    let forecast = forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
+    // The latency alone; a second of reading, the latency and 20 bytes; a second.
+    let stages = [0.5, 1.75, 1.0];
+    assert!(forecast.stage_seconds.iter().zip(stages).all(|(a, b)| near(*a, b)), "{forecast:?}");
+}
+
 /// An encoder is held by its devices, and no token goes through it.
 #[test]
 fn tokens_go_through_the_decoder_alone() {
@@ -197,7 +240,7 @@ fn replicated_kv_heads_are_held_by_all_members() {
     let (mut model, hardware) = by_hand();
     for layer in &mut model.decoder.as_mut().unwrap().layers {
         layer.of_kv = Part { stored: 8.0, kv: 4.0, ..Part::default() };
-        layer.kv_least = 1.0;
+        layer.deal = Some(Deal { heads: 4, kv_heads: 1, v_dim: 1, block: 1 });
     }
     let load = Load { batch: 1, context: 10, sequences: 1 };
     let forecast = forecast(&model, &even(&model, 1, 4), &hardware, load);

@@ -1,6 +1,7 @@
-use super::super::shape::{FALCON_40B, Part, StackShape, Uniform, Unit};
+use super::super::shape::{FALCON_40B, Part, StackShape, Table, Uniform, Unit};
 use super::*;
 use crate::config::{Config, Overrides};
+use crate::model::shard::Deal;
 use mainstem_kernels::QuantType;
 
 /// The model of the paper's Table 4: 40 layers with 32 heads.
@@ -47,7 +48,7 @@ fn layers_of(partition: &Partition) -> Vec<usize> {
 }
 
 fn refused(settings: &[(&'static str, &str)]) -> String {
-    split(&Uniform { layers: 4, heads: 2, ..TABLE_4 }, settings).unwrap_err().to_string()
+    split(&Uniform { layers: 4, heads: 2, kv_heads: 2, ..TABLE_4 }, settings).unwrap_err().to_string()
 }
 
 #[test]
@@ -198,6 +199,82 @@ fn only_stages_beyond_their_own_bound_are_parted() {
     assert_eq!(nearest("0&1&2"), "cpu:0;cpu:1;cpu:2");
     // Once there are too many stages for the layers, the last go, and another one has the last layer.
     assert_eq!(nearest("0;1;2;3;4;5&6"), "cpu:0;cpu:1;cpu:2;cpu:3;cpu:4;cpu:5");
+    // Counts in proportion are of no use where the last layer would be two members' all the same.
+    let counts = |groups, layers| {
+        let config = device(&[("device.groups", groups), ("device.layers", layers)]);
+        partition(&config, &model, alike, fits).unwrap_err().to_string()
+    };
+    let error = counts("0;1&2", "3,4");
+    assert!(error.starts_with("device.layers: [3, 4] makes 7 layers, "), "{error}");
+    assert!(error.ends_with("nearest possible is cpu:0;cpu:1;cpu:2, with device.layers = []"), "{error}");
+    assert!(counts("0&1;2", "3,4").ends_with("nearest possible is [3, 3]"));
+}
+
+/// Where memory or a member alone is in the way, a refusal names no way out.
+#[test]
+fn nothing_is_called_near_that_is_refused_too() {
+    let model = ModelShape::uniform("it", &Uniform { layers: 4, ..TABLE_4 });
+    let too_many = device(&[("device.groups", "0;1;2;3;4")]);
+    let tiny = |_: &DeviceName| Place { speed: 1.0, memory: 1.0 };
+    let error = partition(&too_many, &model, tiny, heads(32)).unwrap_err().to_string();
+    assert!(error.ends_with("but the model has 4 layers; nothing near it is possible"), "{error}");
+    let nobody = |_: &Shard| Err(Unfit { reason: "there is nothing to share".to_owned(), members_max: 1 });
+    let error = partition(&device(&[]), &model, alike, nobody).unwrap_err().to_string();
+    assert!(error.ends_with("but there is nothing to share; nothing near it is possible"), "{error}");
+}
+
+fn stored(bytes: f64) -> Part {
+    Part { stored: bytes, read: bytes, read_max: bytes, ..Part::default() }
+}
+
+fn of_units(layers: usize, unit: Unit) -> StackShape {
+    StackShape { embedding: Part::default(), layers: vec![unit; layers], head: Part::default() }
+}
+
+/// Of four heads, one of three members has two: the stage is as fast as two devices.
+#[test]
+fn a_stage_is_as_fast_as_the_member_with_most_heads() {
+    let deal = Some(Deal { heads: 4, kv_heads: 4, v_dim: 1, block: 1 });
+    let unit = Unit { of_queries: stored(1.0), deal, ..Unit::default() };
+    let shape = ModelShape { decoder: Some(of_units(12, unit)), ..ModelShape::uniform("it", &TABLE_4) };
+    let found = partition(&device(&[("device.groups", "0&1&2;3")]), &shape, alike, heads(4)).unwrap();
+    assert_eq!(layers_of(&found), [8, 4]);
+}
+
+/// Both members have the only KV head.
+#[test]
+fn members_need_room_for_a_kv_head_that_both_have() {
+    let deal = Some(Deal { heads: 2, kv_heads: 1, v_dim: 1, block: 1 });
+    let unit = Unit { divided: stored(10.0), of_kv: stored(10.0), deal, ..Unit::default() };
+    let shape = ModelShape {
+        decoder: Some(of_units(1, unit)),
+        tables: Vec::new(),
+        ..ModelShape::uniform("it", &TABLE_4)
+    };
+    let of = |memory: f64| {
+        let place = |_: &DeviceName| Place { speed: 1.0, memory };
+        partition(&device(&[("device.groups", "0&1")]), &shape, place, heads(2))
+    };
+    assert!(of(15.0).is_ok() && of(14.9).is_err());
+}
+
+/// One table of an encoder's embedding, a decoder's, and its head: the decoder's device holds it once.
+#[test]
+fn each_stage_needs_room_for_a_shared_table_once() {
+    let unit = Unit { divided: stored(10.0), ..Unit::default() };
+    let encoder = StackShape { embedding: stored(100.0), ..of_units(2, unit) };
+    let shape = ModelShape {
+        decoder: Some(StackShape { head: stored(100.0), ..encoder.clone() }),
+        encoder: Some(encoder),
+        tables: [(0, 2), (2, 3)].map(|(first, last)| Table { first, last, stored: 100.0 }).to_vec(),
+        ..ModelShape::uniform("it", &TABLE_4)
+    };
+    let of = |memory: f64| {
+        let place = |_: &DeviceName| Place { speed: 1.0, memory };
+        partition(&device(&[("device.groups", "0;1")]), &shape, place, heads(32))
+    };
+    assert_eq!(layers_of(&of(125.0).unwrap()), [2, 2]);
+    assert!(of(119.0).is_err());
 }
 
 /// A table that both ends of the model share is held once where one stage has them.

@@ -40,10 +40,12 @@ pub enum Moment {
     Middle,
     /// When the others of its stage need nothing of it any more.
     End,
+    /// While what was built is dropped.
+    Drop,
 }
 
 /// One failure: of the device with that number (stage by stage, by rank), at its so many-th step since the group began, or
-/// its so many-th build.
+/// its so many-th build, or with what that build made.
 #[derive(Clone, Copy, Debug)]
 pub struct Failure {
     pub device: usize,
@@ -86,21 +88,21 @@ impl Script {
         let factory = |device| {
             let script = self.clone();
             let factory: Factory = Box::new(move |collective| {
-                script.build(device)?;
-                Ok(Box::new(Member::new(script.clone(), device, collective, limits)))
+                let build = script.build(device)?;
+                Ok(Box::new(Member::new(script.clone(), (device, build), collective, limits)))
             });
             factory
         };
         (0..stages).map(|stage| (0..members).map(|rank| factory(stage * members + rank)).collect()).collect()
     }
 
-    /// That device is being built on this thread.
-    pub fn build(&self, device: usize) -> Result<(), DeviceError> {
+    /// That device is being built on this thread. Gives the number of the build.
+    pub fn build(&self, device: usize) -> Result<u64, DeviceError> {
         let build = self.builds[device].fetch_add(1, Ordering::SeqCst);
         if let Ok(thread) = std::fs::read_link("/proc/thread-self") {
             self.threads.lock().expect("no test fails there").push(Path::new("/proc").join(thread));
         }
-        self.act(device, build, Moment::Build)
+        self.act(device, build, Moment::Build).map(|()| build)
     }
 
     /// That device begins a step: its number since the group began.
@@ -162,6 +164,7 @@ impl Drop for Bomb {
 struct Member {
     script: Arc<Script>,
     device: usize,
+    build: u64,
     stage: usize,
     collective: Box<dyn Collective>,
     answers: FakeExecutor,
@@ -172,14 +175,15 @@ struct Member {
 impl Member {
     fn new(
         script: Arc<Script>,
-        device: usize,
+        (device, build): (usize, u64),
         collective: Box<dyn Collective>,
         limits: StepLimits,
     ) -> Member {
         let Shape(_, members) = script.shape;
         assert_eq!((collective.rank(), collective.members()), (device % members, members));
         let answers = FakeExecutor::new((3..200).collect(), limits);
-        Member { stage: device / members, script, device, collective, answers, seen: HashMap::new() }
+        let (stage, seen) = (device / members, HashMap::new());
+        Member { script, device, build, stage, collective, answers, seen }
     }
 
     /// What goes on must have begun here.
@@ -235,6 +239,12 @@ impl Executor for Member {
 
     fn report(&self) -> ExecutorReport {
         ExecutorReport { device: format!("device {}", self.device), ..ExecutorReport::default() }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.script.act(self.device, self.build, Moment::Drop);
     }
 }
 

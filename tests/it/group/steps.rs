@@ -2,7 +2,8 @@
 
 use super::SHAPES;
 use super::member::{Failure, Fault, Moment, Script, Shape};
-use crate::common::within;
+use crate::common::{PATIENCE, within};
+use mainstem::actors::Status;
 use mainstem::actors::device::{Factory, Ran, Step};
 use mainstem::actors::group::link::{self, Link};
 use mainstem::actors::group::{Devices, Group, GroupConfig, Running};
@@ -12,6 +13,7 @@ use mainstem_kernels::{
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 pub(super) const LIMITS: StepLimits = StepLimits {
     slots: 4,
@@ -246,6 +248,28 @@ async fn a_group_that_cannot_be_rebuilt_is_tried_again() {
         group.stop();
         script.threads_end();
     }
+}
+
+/// `/health` sends nobody to devices that are not there, so they have to come back without being asked.
+#[actix::test]
+async fn a_group_that_cannot_be_rebuilt_shows_in_the_status_and_is_tried_again_unasked() {
+    let failure = Failure { device: 0, at_step: 0, fault: Fault::Error, moment: Moment::Begin };
+    let script = Script::new(Shape(1, 2), [failure]);
+    let status = Arc::new(Status::new(Duration::ZERO, 0));
+    let config = GroupConfig { status: status.clone(), ..config(script.shape) };
+    let (group, _) = Group::start(failing_builds(&script, 1, &[1]), config).await.expect("it starts");
+    assert!(run(&group, 1).await[0].is_err());
+    let began = Instant::now();
+    for stalls in [true, false] {
+        while status.stalled_for().is_zero() == stalls {
+            assert!(began.elapsed() < PATIENCE, "stalled: {stalls}?");
+            tokio::task::yield_now().await;
+        }
+    }
+    assert_eq!(script.builds[0].load(Ordering::SeqCst), 3);
+    assert!(run(&group, 5).await.iter().all(Result::is_ok));
+    group.stop();
+    script.threads_end();
 }
 
 #[actix::test]

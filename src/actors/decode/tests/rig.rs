@@ -8,7 +8,7 @@ use super::super::{Decode, DecodeConfig, Neighbours};
 use crate::actors::device::{Ran, Step};
 use crate::actors::group::{Devices, Epoch, Running};
 use crate::actors::intake::{FreePermits, Intake};
-use crate::actors::kv::{Held, Kv};
+use crate::actors::kv::{Held, Kv, Plan, Turn};
 use crate::actors::limits::IntakeLimits;
 use crate::actors::prefill::{Chunk, NextChunk, Prefill};
 use crate::actors::status::Status;
@@ -149,6 +149,16 @@ struct Door {
     faults: AtomicU64,
     /// They fail while the next question for chunks is answered.
     fails_at_question: AtomicBool,
+    /// They fail while it is next told where everybody is.
+    fails_at_turn: AtomicBool,
+}
+
+impl Door {
+    fn fail_if(&self, wanted: &AtomicBool) {
+        if wanted.swap(false, Ordering::Relaxed) {
+            self.faults.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Devices for Door {
@@ -176,9 +186,10 @@ fn fault() -> DeviceError {
     DeviceError::Fault("the test's fault".to_owned())
 }
 
-/// Stands between the lanes and prefill.
+/// Stands between the lanes and those whom they ask.
 struct Gate {
     prefill: Addr<Prefill>,
+    kv: Addr<Kv>,
     door: Arc<Door>,
 }
 
@@ -193,10 +204,21 @@ impl Handler<NextChunk> for Gate {
         let (answer, door) = (self.prefill.send(question), self.door.clone());
         Box::pin(async move {
             let chunks = answer.await.unwrap_or_default();
-            if door.fails_at_question.swap(false, Ordering::Relaxed) {
-                door.faults.fetch_add(1, Ordering::Relaxed);
-            }
+            door.fail_if(&door.fails_at_question);
             chunks
+        })
+    }
+}
+
+impl Handler<Turn> for Gate {
+    type Result = ResponseFuture<Plan>;
+
+    fn handle(&mut self, turn: Turn, _: &mut Self::Context) -> Self::Result {
+        let (answer, door) = (self.kv.send(turn), self.door.clone());
+        Box::pin(async move {
+            let plan = answer.await.expect("kv answers");
+            door.fail_if(&door.fails_at_turn);
+            plan
         })
     }
 }
@@ -282,14 +304,15 @@ impl Rig {
         let kv = Kv::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
         let prefill =
             Prefill::new(kv.clone().recipient(), kv.clone().recipient(), policy, slots, lanes).start();
-        let (faults, fails_at_question) = Default::default();
-        let door = Arc::new(Door { devices: stages, sent: sent_tx, faults, fails_at_question });
-        let gate = Gate { prefill: prefill.clone(), door: door.clone() }.start();
+        let (faults, fails_at_question, fails_at_turn) = Default::default();
+        let door =
+            Arc::new(Door { devices: stages, sent: sent_tx, faults, fails_at_question, fails_at_turn });
+        let gate = Gate { prefill: prefill.clone(), kv: kv.clone(), door: door.clone() }.start();
         let neighbours = Neighbours {
-            prefill_next: gate.recipient(),
+            prefill_next: gate.clone().recipient(),
             prefill_ahead: prefill.clone().recipient(),
             prefill_forget: prefill.clone().recipient(),
-            kv_turn: kv.clone().recipient(),
+            kv_turn: gate.recipient(),
             kv_reset: kv.clone().recipient(),
             devices: door.clone(),
             status: status.clone(),
@@ -435,6 +458,11 @@ impl Rig {
     /// The devices fail while the next question for chunks is answered.
     pub fn fail_at_question(&self) {
         self.door.fails_at_question.store(true, Ordering::Relaxed);
+    }
+
+    /// The devices fail while it is next told where everybody is.
+    pub fn fail_at_turn(&self) {
+        self.door.fails_at_turn.store(true, Ordering::Relaxed);
     }
 
     /// Lets everything land.

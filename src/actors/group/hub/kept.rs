@@ -2,7 +2,7 @@
 //!
 //! Invariant: a group serves only when every device has been built in the same build.
 
-use super::{Hub, Member, News, Phase, Place, State, THREAD_ENDED};
+use super::{Hub, Life, Member, News, Phase, Place, State, THREAD_ENDED};
 use crate::actors::group::link::Post;
 use crate::actors::group::mailbox::{Duty, Mailbox, Order, Seat};
 use crate::model::executor::ExecutorReport;
@@ -10,8 +10,8 @@ use anyhow::{Result, anyhow, ensure};
 use mainstem_kernels::collective::local;
 use mainstem_kernels::{Abort, Aborted, Alone, Collective, DeviceError};
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::Instant;
-use tracing::error;
+use std::time::{Duration, Instant};
+use tracing::{error, warn};
 
 /// Numbers that members exchange at a time: as much as stays in a core's cache.
 const EXCHANGED: usize = 1 << 15;
@@ -22,8 +22,10 @@ pub(in crate::actors::group) fn exchange_bytes(members: usize) -> usize {
 }
 
 impl Hub {
-    /// Waits for what needs it; `None` at the end.
-    pub fn next_news(&self) -> Option<News> {
+    /// Waits for what needs it; `None` at the end. Devices that are away are wanted after that time at the latest: nobody may
+    /// send steps to who cannot serve them.
+    pub fn next_news(&self, again: Duration) -> Option<News> {
+        let again = Instant::now() + again;
         let mut state = self.lock();
         loop {
             let due = self.config.step_timeout.map(|timeout| (timeout, state.steps.due(timeout)));
@@ -31,18 +33,27 @@ impl Hub {
             state = match (state.phase, due) {
                 (Phase::Stopping, _) => return None,
                 (Phase::Failed, _) => return Some(News::Failed),
-                (Phase::Away, _) if state.steps.wait() => return Some(News::Wanted),
-                (Phase::Serving, Some((_, Some(due)))) if due <= now => {
-                    state.give_up();
+                (Phase::Away, _) if state.steps.wait() || again <= now => return Some(News::Wanted),
+                (Phase::Away, _) => self.wait(state, Some(again)),
+                (Phase::Serving, Some((timeout, Some(due)))) if due <= now => {
+                    self.fail_for_silence(&mut state, timeout);
                     return Some(News::Stalled);
                 }
                 // What is sent meanwhile is due later than this.
                 (Phase::Serving, Some((timeout, due))) => {
                     self.wait(state, Some(due.unwrap_or(now + timeout)))
                 }
-                (Phase::Away | Phase::Serving, _) => self.wait(state, None),
+                (Phase::Serving, None) => self.wait(state, None),
             }
         }
+    }
+
+    /// Whose silence it is will be seen.
+    fn fail_for_silence(&self, state: &mut State, timeout: Duration) {
+        let fault = DeviceError::Fault(format!("no answer within {timeout:?}"));
+        let what = self.config.what();
+        error!(step = state.steps.oldest(), %fault, "{what} failed; it is being rebuilt");
+        state.give_up(&fault);
     }
 
     /// Whether the end has come.
@@ -87,33 +98,28 @@ impl Hub {
         }
     }
 
-    /// Everything on the devices is lost because those did not answer.
-    pub fn tell_stalled(&self, stalled: &[Place]) {
-        let timeout = self.config.step_timeout.unwrap_or_default();
-        let fault = DeviceError::Fault(match stalled.is_empty() {
-            true => format!("no answer within {timeout:?}"),
-            false => format!("{}: no answer within {timeout:?}", self.names(stalled)),
-        });
-        let what = self.config.what();
-        error!(%fault, "{what} failed; it is being rebuilt");
-        self.lock().steps.lose(&fault);
+    /// Says whose silence gave the group up. At the end nobody need speak.
+    pub fn name_stalled(&self, stalled: &[Place]) {
+        if !stalled.is_empty() && !self.is_stopping() {
+            warn!(devices = self.names(stalled), "still in a step that had its time");
+        }
     }
 
     /// Devices that have no thread.
     pub fn dead(&self) -> Vec<Place> {
-        self.lock().places(|member| !member.lives)
+        self.lock().places(|member| member.life == Life::Gone)
     }
 
-    /// Whatever that thread still says is not heard, and its mailbox is closed: the device has no thread. Not at the end,
-    /// when all have been told to go anyway.
+    /// Whatever that thread still says is not heard, and its mailbox is closed: the device has no thread. Not if it has
+    /// ended or dropped meanwhile what it had, nor at the end, when all have been told to go anyway.
     pub fn disown(&self, place: Place) -> bool {
         let mut state = self.lock();
         let stopping = state.phase == Phase::Stopping;
         match state.member(place) {
-            Some(member) if !stopping => {
+            Some(member) if !stopping && member.is_busy() => {
                 member.mailbox.close();
                 member.incarnation += 1;
-                member.lives = false;
+                member.life = Life::Gone;
                 member.hanging += 1;
                 true
             }
@@ -134,7 +140,7 @@ impl Hub {
         *member = Member {
             mailbox: mailbox.clone(),
             incarnation,
-            lives: true,
+            life: Life::Lives,
             cleared: true,
             built: None,
             hanging,
@@ -191,7 +197,7 @@ impl Hub {
     pub fn wait_built(&self, until: Option<Instant>) -> Result<Vec<Vec<ExecutorReport>>> {
         let mut state = self.lock();
         loop {
-            let left = state.places(|member| member.lives && member.built.is_none());
+            let left = state.places(|member| member.life == Life::Lives && member.built.is_none());
             if left.is_empty() || state.phase == Phase::Stopping {
                 break;
             }
@@ -222,9 +228,8 @@ impl Hub {
             state.phase = Phase::Serving;
             state.start_waiting();
             // A thread that ended since it built was not heard of as a fault.
-            for place in state.places(|member| !member.lives) {
-                let number = state.steps.oldest();
-                self.fail(&mut state, place, number, DeviceError::Fault(THREAD_ENDED.to_owned()));
+            for place in state.places(|member| member.life != Life::Lives) {
+                self.fail_for_thread(&mut state, place);
             }
         }
     }
@@ -254,7 +259,7 @@ impl Hub {
     pub fn not_ended(&self, until: Instant) -> Vec<Place> {
         let mut state = self.lock();
         loop {
-            let left = state.places(|member| member.lives);
+            let left = state.places(|member| member.life != Life::Gone);
             if left.is_empty() || is_over(Some(until)) {
                 return left;
             }
@@ -276,10 +281,59 @@ impl Hub {
 impl Member {
     /// Whether it has not dropped yet what it had.
     fn is_busy(&self) -> bool {
-        self.lives && !self.cleared
+        self.life != Life::Gone && !self.cleared
     }
 }
 
 fn is_over(until: Option<Instant>) -> bool {
     until.is_some_and(|until| Instant::now() >= until)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::actors::group::GroupConfig;
+    use mainstem_kernels::StepLimits;
+
+    const LIMITS: StepLimits = StepLimits {
+        slots: 1,
+        rows: 4,
+        logit_rows: 1,
+        positions: 9,
+        source_positions: 0,
+        page_positions: 32,
+        top_logprobs: 0,
+        biases: 0,
+        vocab: 9,
+        hidden: 0,
+    };
+
+    /// A device whose thread has been told to drop what it has, and is to be given up for not doing so.
+    fn given_up(hub: &Hub) -> Place {
+        let (place, _) = hub.replace(hub.dead()[0]).expect("it is not the end");
+        hub.clear();
+        assert_eq!(hub.to_give_up(Some(Instant::now())), [place]);
+        place
+    }
+
+    fn hanging(hub: &Hub) -> usize {
+        hub.lock().members[0][0].hanging
+    }
+
+    /// Between the question who hangs and what follows from the answer it may have come to an end, or to itself.
+    #[test]
+    fn who_is_through_while_it_is_being_given_up_does_not_hang() {
+        let hub = Hub::new(GroupConfig::new(vec![vec!["one".to_owned()]], LIMITS, 1));
+        let place = given_up(&hub);
+        hub.ends(place);
+        hub.left(place);
+        assert_eq!((hub.disown(place), hanging(&hub), hub.dead()), (false, 0, vec![place]));
+        let place = given_up(&hub);
+        hub.cleared(place);
+        assert_eq!((hub.disown(place), hanging(&hub), hub.dead()), (false, 0, vec![]));
+        hub.clear();
+        assert_eq!((hub.disown(place), hanging(&hub), hub.dead().len()), (true, 1, 1));
+        hub.left(place);
+        assert_eq!(hanging(&hub), 0, "it woke");
+    }
 }
