@@ -9,6 +9,7 @@ use mainstem::model::Shard;
 use mainstem::model::activations::activation_bytes;
 use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, forecast, page_bytes};
 use mainstem::model::{ModelRef, ModelSource};
+use mainstem_kernels::Inputs;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -149,7 +150,8 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there")
+    CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Coded })
+        .expect("the CPU is there")
 }
 
 /// A model's own report, and the bytes of all buffers it has.

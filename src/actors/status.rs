@@ -80,8 +80,8 @@ impl Status {
 
     /// They are there. What waited for them begins now.
     pub fn back(&self) {
-        self.came_ms.store(self.now_ms(), Ordering::Relaxed);
-        self.back_ms.store(NOT_AWAY, Ordering::Relaxed);
+        self.came_ms.store(self.now_ms(), Ordering::SeqCst);
+        self.back_ms.store(NOT_AWAY, Ordering::SeqCst);
     }
 
     /// Intake's counts. Work that comes where there was none starts the clock anew.

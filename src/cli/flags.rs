@@ -17,6 +17,9 @@ pub struct ModelFlags {
     /// Specification to read the model by, instead of its own or the shipped one.
     #[arg(long = "spec", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_spec: Option<String>,
+    /// Number formats to load matrices in, such as q4 or "head=q6,q4".
+    #[arg(long = "weights", value_name = "RULES")]
+    model_weights: Option<String>,
     /// Template that makes a prompt of a chat, instead of the model's own.
     #[arg(long = "chat-template", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_chat_template: Option<String>,
@@ -28,6 +31,7 @@ pub struct ModelFlags {
 impl ModelFlags {
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("model.spec", self.model_spec);
+        overrides.set("model.weights", self.model_weights);
         overrides.set("model.chat_template", self.model_chat_template);
         overrides.set("model.sampling_defaults", self.model_sampling_defaults);
     }
@@ -82,6 +86,9 @@ pub struct EngineFlags {
     /// Instruction set.
     #[arg(long = "isa", value_name = "ISA", value_parser = ["auto", "avx512", "avx2", "portable"])]
     device_isa: Option<String>,
+    /// What products with quantised weights take activations as.
+    #[arg(long = "activations", value_name = "HOW", value_parser = ["fast", "f32"])]
+    device_activations: Option<String>,
     /// Time of a step of device "fake", such as 20ms.
     #[arg(long = "fake-step", value_name = "TIME")]
     device_fake_step: Option<String>,
@@ -107,6 +114,7 @@ impl EngineFlags {
         overrides.set("device.step_timeout", self.device_step_timeout);
         overrides.set("device.threads", self.device_threads);
         overrides.set("device.isa", self.device_isa);
+        overrides.set("device.activations", self.device_activations);
         overrides.set("device.fake_step", self.device_fake_step);
         overrides.set("device.fake_row", self.device_fake_row);
     }

@@ -55,6 +55,9 @@ struct SizeArgs {
     /// Specification file to read the model by, instead of the one that ships for its type.
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
+    /// Number formats to load matrices in, such as q4 or "head=q6,q4".
+    #[arg(long, value_name = "RULES")]
+    weights: Option<String>,
     /// Configuration file (TOML); its sizes are those of `serve`.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -85,10 +88,11 @@ pub struct OutputArgs {
 impl InspectArgs {
     /// The configuration that `serve` would have with these flags, and what the answer looks like.
     pub fn config(self) -> Result<(Config, OutputArgs), ConfigError> {
-        let SizeArgs { spec, config, slots, max_context, kv_type, partition } = self.sizes;
+        let SizeArgs { spec, weights, config, slots, max_context, kv_type, partition } = self.sizes;
         let mut flags = Overrides::default();
         flags.set("model.path", self.model);
         flags.set("model.spec", spec.map(|path| path.to_string_lossy().into_owned()));
+        flags.set("model.weights", weights);
         flags.set("scheduler.slots", slots);
         flags.set("kv.max_context", max_context);
         flags.set("kv.type", kv_type);
@@ -162,6 +166,8 @@ pub struct Architecture {
     /// What can be asked of it: endpoints.
     pub serves: Vec<&'static str>,
     pub parameters: usize,
+    /// Of a parameter, as it is loaded, on average.
+    pub bits: f64,
     pub layers: usize,
     /// Of an encoder before it.
     pub encoder_layers: usize,
@@ -220,10 +226,16 @@ pub struct Tensor {
     /// The name with `{i}` for the layer.
     pub pattern: String,
     pub layer: Option<usize>,
+    /// The number format it is loaded in.
     #[serde(rename = "type")]
     pub ty: &'static str,
+    /// The one it is stored in.
+    pub stored: &'static str,
     pub shape: Vec<usize>,
+    /// As it is loaded.
     pub bytes: usize,
+    /// Of a number, its share of scales counted.
+    pub bits: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -324,11 +336,14 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
             (kind, dense.width, dense.down.bias.is_some())
         }
     };
+    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum::<usize>();
     Architecture {
         family: spec.provenance.model_types.clone(),
         kind: spec.kind,
         serves: endpoints(spec),
-        parameters: tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
+        parameters,
+        bits: tensors.iter().map(|tensor| tensor.bytes).sum::<usize>() as f64 * 8.0
+            / parameters.max(1) as f64,
         layers: stack.layers.len(),
         encoder_layers: spec.layers() - stack.layers.len(),
         hidden: spec.hidden,
@@ -385,9 +400,13 @@ fn specification(spec: &ModelSpec) -> Specification {
 fn tensor(source: &ModelSource, piece: &Piece) -> Result<Tensor> {
     let stored =
         source.checkpoint.tensor(&piece.name).expect("it was there at opening; anything else is a bug");
+    let (numbers, loaded) = (piece.shape.iter().product::<usize>(), source.loaded_as(piece));
+    let bytes = loaded.bytes(numbers).unwrap_or_else(|| stored.bytes_len());
     Ok(Tensor {
-        ty: stored.quant_type()?.name(),
-        bytes: stored.bytes_len(),
+        ty: loaded.name(),
+        stored: stored.quant_type()?.name(),
+        bytes,
+        bits: bytes as f64 * 8.0 / numbers.max(1) as f64,
         role: piece.role,
         layer: piece.layer,
         pattern: piece.pattern.to_string(),

@@ -119,10 +119,11 @@ mod tests {
     use crate::config::{
         DeviceKind, Experts, KvSize, Lanes, LogFormat, Policy, SamplingDefaultsFrom, TlsFiles, spelled,
     };
+    use crate::model::weights::Weights;
     use crate::request::Pooling;
     use clap::Parser;
-    use mainstem_kernels::QuantType;
     use mainstem_kernels::cpu::Isa;
+    use mainstem_kernels::{Inputs, QuantType};
     use std::time::Duration;
 
     #[derive(Parser)]
@@ -173,7 +174,7 @@ mod tests {
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --kv-type bf16 --kv-size 99tokens --page-positions 64 --max-context 10 \
              --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
-             --step-timeout 9s --threads 11 --isa portable --fake-step 20ms --fake-row 100us",
+             --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 --fake-step 20ms --fake-row 100us",
         );
         let scheduler = config.scheduler;
         assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));
@@ -182,8 +183,9 @@ mod tests {
         let kv = config.kv;
         assert_eq!((kv.ty, kv.size, kv.page_positions), (QuantType::BF16, KvSize::Tokens(99), 64));
         assert_eq!(kv.max_context, Some(10));
+        assert_eq!(config.model.weights, Weights::parse("head=q6,q4").unwrap());
         let device = config.device;
-        assert_eq!((device.threads, device.isa), (11, Isa::Portable));
+        assert_eq!((device.threads, device.isa, device.inputs), (11, Isa::Portable, Inputs::Plain));
         let (step, row) = (Duration::from_millis(20), Duration::from_micros(100));
         assert!(device.devices().all(|device| device.kind == DeviceKind::Fake { step, row }));
         assert_eq!(spelled(&device.groups), "fake:0&fake:1;fake:2");

@@ -84,6 +84,7 @@ fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Toke
 /// A model with the specification and the chat template that are configured, else its own.
 pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
+    source.weights = config.weights.clone();
     if let Some(file) = &config.chat_template {
         let origin = file.display().to_string();
         let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {origin}"))?;

@@ -14,10 +14,11 @@ pub use devices::{DeviceName, Groups, spelled};
 pub use layers::{ConfigError, Overrides, Source};
 pub use reference::reference;
 
+use crate::model::weights::Weights;
 use crate::request::Pooling;
 use layers::{CONFIG_VARIABLE, Environment, Settings, variable};
-use mainstem_kernels::QuantType;
 use mainstem_kernels::cpu::Isa;
+use mainstem_kernels::{Inputs, QuantType};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -48,6 +49,8 @@ pub struct ModelConfig {
     /// Template of chat prompts; `None` is the model's own.
     pub chat_template: Option<PathBuf>,
     pub sampling_defaults: SamplingDefaultsFrom,
+    /// In which number formats matrices are loaded.
+    pub weights: Weights,
     /// The name in the API; empty is the model's own.
     pub served_name: String,
     /// How an encoder's states become one vector; `None` is as the model's files say.
@@ -226,6 +229,8 @@ pub struct DeviceConfig {
     /// Compute threads of each device; at least 1.
     pub threads: usize,
     pub isa: Isa,
+    /// What products with coded weights take activations as.
+    pub inputs: Inputs,
 }
 
 impl DeviceConfig {
@@ -360,6 +365,7 @@ impl Settings {
             spec: self.get("model.spec", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &whose))?,
+            weights: self.get("model.weights", |v| Weights::parse(&text(v)?))?,
             served_name: self.get("model.served_name", text)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
             normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
@@ -451,6 +457,7 @@ impl Settings {
         let groups = self.get("device.groups", |v| devices::groups(v, kind, &kinds))?;
         let isas =
             [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
+        let inputs = [("fast", Inputs::Coded), ("f32", Inputs::Plain)];
         let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
         let step_timeout = self.get("device.step_timeout", duration)?;
         Ok(DeviceConfig {
@@ -460,6 +467,7 @@ impl Settings {
             step_timeout: (!step_timeout.is_zero()).then_some(step_timeout),
             threads: if threads == 0 { cores_each(&groups) } else { threads },
             isa: self.get("device.isa", |v| one_of(v, &isas))?,
+            inputs: self.get("device.activations", |v| one_of(v, &inputs))?,
             groups,
         })
     }
@@ -559,6 +567,7 @@ mod tests {
                 spec: None,
                 chat_template: None,
                 sampling_defaults: SamplingDefaultsFrom::Model,
+                weights: Weights::default(),
                 served_name: "".into(),
                 pooling: None,
                 normalize: None,
@@ -596,6 +605,7 @@ mod tests {
                 step_timeout: None,
                 threads: cores(),
                 isa: Isa::Auto,
+                inputs: Inputs::Coded,
             },
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },

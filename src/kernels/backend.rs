@@ -20,7 +20,7 @@ pub use limits::StepLimits;
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
-use crate::quant::QuantType;
+use crate::quant::{Inputs, QuantType};
 use std::ops::Range;
 
 /// What a device can say instead of a result.
@@ -44,6 +44,9 @@ pub trait Backend: Send + 'static {
 
     /// Name, instruction set and threads, for the start report.
     fn describe(&self) -> String;
+
+    /// What products with coded weights take the other operand as.
+    fn inputs(&self) -> Inputs;
 
     /// Takes the device's place among those of its stage. Until then it is alone in one. Where buffers are the host's, sums
     /// go through `stage`; a device with other memory makes its own way to the others here, and speaks to them over `stage`
@@ -71,6 +74,9 @@ pub trait Backend: Send + 'static {
         bytes: &[u8],
     ) -> Result<Weight<Self::Buf>, DeviceError>;
 
+    /// Bytes that such a matrix takes.
+    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize;
+
     /// Allocates one layer's cache. Refuses what [`KvLayout::check_type`] does.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
 
@@ -94,7 +100,8 @@ pub trait Backend: Send + 'static {
     /// x (rows, width) += the rows of `table` (positions, width) that the rows' positions, plus `offset`, name.
     fn embed_positions(&mut self, table: &Weight<Self::Buf>, offset: usize, x: &mut Self::Buf);
 
-    /// y (rows, out) = x (rows, in) · wᵀ, + bias (out, F32) if given.
+    /// y (rows, out) = x (rows, in) · wᵀ, + bias (out, F32) if given. Where the weight's type takes codes, x is what
+    /// [`crate::quant::InputBlock`] makes of it.
     fn matmul(
         &mut self,
         rows: usize,

@@ -35,4 +35,4 @@ pub use batch::{
 pub use collective::local::{Abort, LocalMember};
 pub use collective::{Aborted, Alone, Collective};
 pub use host::HostBuf;
-pub use quant::QuantType;
+pub use quant::{Inputs, QuantType};

@@ -126,14 +126,18 @@ pub fn forecast<B: Backend>(
             backend.prepare_moe(&moe.shape(), spec.hidden)?;
         }
     }
+    let bytes = |tensor: &TensorRecord| match tensor.shape[..] {
+        [out, inp] => backend.weight_bytes(tensor.ty, out, inp),
+        _ => tensor.loaded_bytes(),
+    };
+    let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
     let mut measure = Measure::begin();
     backend.prepare(&limits).context("allocating the step buffers")?;
     let step_bytes = measure.since_last();
     let page = page_bytes(&spec, kv.ty, limits.page_positions).context("a page is too large")?;
     Ok(ExecutorReport {
         device: backend.describe(),
-        weight_bytes: tensors.iter().map(TensorRecord::loaded_bytes).sum::<usize>()
-            + load::table_bytes(&spec, &limits),
+        weight_bytes,
         tensors,
         kv_bytes: kv.pages.saturating_mul(page),
         activation_bytes: working_bytes(&spec, &limits),

@@ -1,6 +1,6 @@
 //! From a checkpoint's tensors to a model in a device's memory.
 //!
-//! Invariant: a matrix keeps the number format it is stored in, a vector becomes F32, a matrix that embeddings and heads
+//! Invariant: a matrix keeps the number format it is stored in but where the source's rules say otherwise, a vector becomes F32, a matrix that embeddings and heads
 //! share is loaded once, and what was loaded is recorded piece by piece. Of a device's weights never more than one piece has
 //! a copy beside the device's; devices of a group load at the same time.
 
@@ -191,7 +191,7 @@ pub fn load<B: Backend>(
     limits: &StepLimits,
 ) -> Result<Model<B::Buf>> {
     let (checkpoint, tables, tensors) = (&source.checkpoint, HashMap::new(), Vec::new());
-    let mut loader = Loader { backend, checkpoint, tables, tensors };
+    let mut loader = Loader { backend, source, checkpoint, tables, tensors };
     let mut stacks = || -> Result<_> {
         let encoder = spec.encoder.as_ref();
         let encoder = encoder.map(|stack| loader.stack(stack, shard.encoder.start, limits.source_positions));
@@ -219,7 +219,7 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
         _ => true,
     });
     let record = |piece: &Piece| {
-        let record = pieces::record(&source.checkpoint, piece);
+        let record = pieces::record(piece, source.loaded_as(piece));
         let has_types = || spec.stacks().any(|stack| has_types_beside(stack, piece));
         if is_normalised(piece) || has_types() { record.widened() } else { record }
     };
@@ -258,6 +258,7 @@ pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
 
 struct Loader<'a, B: Backend> {
     backend: &'a mut B,
+    source: &'a ModelSource,
     checkpoint: &'a Checkpoint,
     /// Embeddings and heads by name: encoder, decoder and head may share one.
     tables: HashMap<String, Arc<Weight<B::Buf>>>,
@@ -412,10 +413,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(table)
     }
 
-    /// A matrix, kept in the type it is stored in.
+    /// A matrix, in the type that it is to be loaded in. Normalised ones are F32.
     fn matrix(&mut self, piece: &Piece, normalised: bool) -> Result<Weight<B::Buf>> {
         let taken = pieces::take(self.checkpoint, piece)?;
-        let taken = if normalised { pieces::normalised(taken) } else { taken };
+        let taken = match normalised {
+            true => pieces::normalised(taken),
+            false => taken.recoded(self.source.loaded_as(piece)),
+        };
         self.tensors.push(taken.record(&piece.name));
         let (out, inp) = (taken.out(), taken.inp());
         let uploaded = self.backend.upload_weight(taken.ty, out, inp, &taken.bytes);

@@ -19,6 +19,8 @@ pub mod shard;
 
 pub mod partition;
 
+pub mod weights;
+
 pub mod load;
 
 pub mod rope;

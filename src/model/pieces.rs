@@ -6,7 +6,7 @@
 //! made whole before anything is taken of it.
 
 use super::load::TensorRecord;
-use super::spec::{Part, Piece};
+use super::spec::{Cut, Part, Piece};
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
@@ -56,14 +56,16 @@ pub fn check(ty: QuantType, piece: &Piece) -> Result<()> {
     Ok(())
 }
 
-/// What taking a piece would record.
-pub fn record(checkpoint: &Checkpoint, piece: &Piece) -> TensorRecord {
-    const CHECKED: &str = "it was there at opening, and computable; anything else is a bug";
-    let tensor = checkpoint.tensor(&piece.name).expect(CHECKED);
-    let ty = tensor.quant_type().expect(CHECKED);
+/// What taking a piece in that number format would record.
+pub fn record(piece: &Piece, ty: QuantType) -> TensorRecord {
     let shape = Wanted::of(piece).shape();
-    let bytes = ty.bytes(shape.iter().product()).expect(CHECKED);
+    let bytes = ty.bytes(shape.iter().product()).expect("rows are whole blocks; this is a bug");
     TensorRecord { name: piece.name.clone(), ty, shape, bytes }
+}
+
+/// The shape of all of a piece's part, whatever of it is wanted.
+pub fn whole(piece: &Piece) -> Vec<usize> {
+    Wanted::of(&Piece { cut: Cut::default(), ..piece.clone() }).shape()
 }
 
 /// The same with rows of length 1, in single precision. A row of zeros stays as it is.
@@ -74,14 +76,14 @@ pub fn normalised(taken: Taken<'_>) -> Taken<'static> {
     let stored = taken.bytes.len() / taken.out();
     // Rounded again to 16 bits, they would move logits by more than those are good for.
     for codes in taken.bytes.chunks_exact(stored) {
-        (taken.ty.row().dequantize)(codes, &mut row);
+        taken.ty.dequantize(codes, &mut row);
         let length = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt().max(1e-12);
         bytes.extend(row.iter().flat_map(|x| ((f64::from(*x) / length) as f32).to_le_bytes()));
     }
     Taken { ty: QuantType::F32, shape: taken.shape, bytes: Cow::Owned(bytes) }
 }
 
-impl Taken<'_> {
+impl<'a> Taken<'a> {
     /// Rows of the matrix.
     pub fn out(&self) -> usize {
         self.shape[0]
@@ -92,10 +94,35 @@ impl Taken<'_> {
         self.shape.get(1).copied().unwrap_or(1)
     }
 
+    /// The same in another number format, whose blocks rows are whole numbers of.
+    pub fn recoded(self, ty: QuantType) -> Taken<'a> {
+        if ty == self.ty {
+            return self;
+        }
+        let (inp, stored) = (self.inp(), self.bytes.len() / self.out().max(1));
+        let coded = ty.bytes(inp).expect("rows are whole blocks; this is a bug");
+        let mut bytes = vec![0; coded * self.out()];
+        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        let rows_each = self.out().div_ceil(threads).max(1);
+        std::thread::scope(|scope| {
+            let parts = self.bytes.chunks(rows_each * stored).zip(bytes.chunks_mut(rows_each * coded));
+            for (from, to) in parts {
+                scope.spawn(move || {
+                    let mut values = vec![0.0; inp];
+                    for (from, to) in from.chunks_exact(stored).zip(to.chunks_exact_mut(coded)) {
+                        self.ty.dequantize(from, &mut values);
+                        ty.quantize(&values, to);
+                    }
+                });
+            }
+        });
+        Taken { ty, shape: self.shape, bytes: Cow::Owned(bytes) }
+    }
+
     /// All numbers in single precision.
     pub fn widened(&self) -> Vec<f32> {
         let mut values = vec![0f32; self.shape.iter().product()];
-        (self.ty.row().dequantize)(&self.bytes, &mut values);
+        self.ty.dequantize(&self.bytes, &mut values);
         values
     }
 
@@ -212,7 +239,6 @@ fn runs(part: Part, rows: Range<usize>) -> Vec<Range<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::spec::Cut;
     use super::*;
 
     fn piece(shape: &[usize], part: Part, transposed: bool) -> Piece {
@@ -225,7 +251,7 @@ mod tests {
     fn counted(ty: QuantType, shape: &[usize]) -> Checkpoint {
         let numbers: Vec<f32> = (0..shape.iter().product::<usize>()).map(|number| number as f32).collect();
         let mut bytes = vec![0; ty.bytes(numbers.len()).unwrap()];
-        (ty.row().quantize)(&numbers, &mut bytes);
+        ty.quantize(&numbers, &mut bytes);
         Checkpoint::from_buffer("t".as_ref(), bytes, ty, [("t".to_owned(), shape.to_vec(), 0)])
     }
 
@@ -233,7 +259,7 @@ mod tests {
         let checkpoint = counted(QuantType::F32, shape);
         let piece = piece(shape, part, transposed);
         let taken = take(&checkpoint, &piece).unwrap();
-        assert_eq!(record(&checkpoint, &piece), taken.record("t"));
+        assert_eq!(record(&piece, taken.ty), taken.record("t"));
         (taken.shape.clone(), taken.widened())
     }
 
@@ -271,7 +297,7 @@ mod tests {
                 let cut = Cut { rows: Some(rows.clone()), columns: Some(columns.clone()) };
                 let piece = Piece { cut, ..whole.clone() };
                 let taken = take(&checkpoint, &piece).unwrap();
-                assert_eq!(record(&checkpoint, &piece), taken.record("t"));
+                assert_eq!(record(&piece, taken.ty), taken.record("t"));
                 assert_eq!((taken.out(), taken.inp()), (rows.len(), columns.len()), "{piece:?}");
                 let row = |row: usize| &values[row * inp..][columns.clone()];
                 let expected: Vec<f32> = rows.flat_map(row).copied().collect();

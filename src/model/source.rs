@@ -5,10 +5,12 @@
 //! and shapes included; none of its weights has been touched yet.
 
 use super::gguf::GgufTable;
+use super::pieces;
 use super::shard::{self, Refusal, Shard};
 use super::spec::{Kind, ModelSpec, Piece, SpecFile};
 use super::synthetic::Shape;
 use super::tensors;
+use super::weights::Weights;
 use crate::demo;
 use crate::formats::{
     ChatFiles, Checkpoint, DecoderOpening, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
@@ -70,6 +72,8 @@ pub struct ModelSource {
     pub opening: DecoderOpening,
     /// How a text becomes a vector; `None` where nothing says so, and for models with a decoder.
     pub sentence: Option<SentenceFiles>,
+    /// In which number formats matrices are loaded; at first, as they are stored.
+    pub weights: Weights,
 }
 
 /// How the model lies on disk, or in the program.
@@ -115,12 +119,28 @@ impl ModelSource {
 
     /// The specification of what a member holds. Refuses a split that cannot be done.
     pub fn part(&self, shard: &Shard) -> Result<ModelSpec, Refusal> {
-        shard::cut(&self.spec, shard, &|piece| self.stored_as(piece))
+        shard::cut(&self.spec, shard, &|piece| self.coarser(piece))
     }
 
     /// The most members that can share the shard's layers, whatever number of them it names.
     pub fn members_max(&self, shard: &Shard) -> usize {
-        shard::members_max(&self.spec, shard, &|piece| self.stored_as(piece))
+        shard::members_max(&self.spec, shard, &|piece| self.coarser(piece))
+    }
+
+    /// The number format that a piece is loaded in.
+    pub fn loaded_as(&self, piece: &Piece) -> QuantType {
+        let head = self.spec.last_stack().head.as_ref();
+        match head.is_some_and(|head| head.normalised && head.table.name == piece.name) {
+            // Its rows are brought to length 1 first.
+            true => QuantType::F32,
+            false => self.weights.of(piece, self.stored_as(piece), &pieces::whole(piece)),
+        }
+    }
+
+    /// Of the formats it is stored and loaded in, that of the larger blocks: neither's are cut.
+    fn coarser(&self, piece: &Piece) -> QuantType {
+        let (stored, loaded) = (self.stored_as(piece), self.loaded_as(piece));
+        if loaded.row().block_elements > stored.row().block_elements { loaded } else { stored }
     }
 
     fn stored_as(&self, piece: &Piece) -> QuantType {
@@ -206,6 +226,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         chat: ChatFiles::from_folder(&folder)?,
         opening,
         sentence,
+        weights: Weights::default(),
         kind: SourceKind::HubFolder(folder),
     })
 }
@@ -258,6 +279,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         unserved: generation.unserved,
         chat: ChatFiles::from_gguf(&gguf)?,
         sentence,
+        weights: Weights::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
     })
 }
@@ -276,6 +298,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         chat: ChatFiles::default(),
         opening: DecoderOpening::default(),
         sentence: None,
+        weights: Weights::default(),
     })
 }
 
@@ -293,6 +316,7 @@ fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource
         chat: ChatFiles::default(),
         opening: DecoderOpening::default(),
         sentence: None,
+        weights: Weights::default(),
     })
 }
 

@@ -167,12 +167,12 @@ impl Shape {
         let mut bytes = vec![0; self.bytes(random + ones)];
         let (random_bytes, one_bytes) = bytes.split_at_mut(self.bytes(random));
         let block_bytes = self.bytes(BLOCK);
-        (self.ty.row().quantize)(&block(), &mut random_bytes[..block_bytes]);
+        self.ty.quantize(&block(), &mut random_bytes[..block_bytes]);
         let (block, rest) = random_bytes.split_at_mut(block_bytes);
         for piece in rest.chunks_mut(block_bytes) {
             piece.copy_from_slice(&block[..piece.len()]);
         }
-        (self.ty.row().quantize)(&vec![1.0; ones], one_bytes);
+        self.ty.quantize(&vec![1.0; ones], one_bytes);
         bytes
     }
 
@@ -251,7 +251,7 @@ mod tests {
             let numbers = |name: &str| {
                 let tensor = source.checkpoint.tensor(name).unwrap();
                 let mut values = vec![0.0; tensor.shape.iter().product()];
-                (ty.row().dequantize)(&tensor.bytes(), &mut values);
+                ty.dequantize(&tensor.bytes(), &mut values);
                 values
             };
             assert_eq!(numbers("model.norm.weight"), [1.0; 32]);

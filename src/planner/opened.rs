@@ -9,12 +9,12 @@ use crate::config::{DeviceConfig, DeviceName};
 use crate::model::partition::Partition;
 use crate::model::shard::{self, Shard};
 use crate::model::source::ModelSource;
-use crate::model::spec::{ModelSpec, Piece};
+use crate::model::spec::ModelSpec;
 use mainstem_kernels::QuantType;
 
 /// Its sizes, with a cache of that type.
 pub fn shape(source: &ModelSource, kv: QuantType) -> ModelShape {
-    ModelShape::of_spec(&source.name(), &source.spec, |piece| stored(source, piece), kv)
+    ModelShape::of_spec(&source.name(), &source.spec, |piece| source.loaded_as(piece), kv)
 }
 
 /// Divides it as `config` asks; what that leaves open goes by what the devices are.
@@ -52,11 +52,4 @@ fn heads(source: &ModelSource, shard: &Shard) -> usize {
     let part = source.part(shard).ok();
     let first = part.iter().flat_map(ModelSpec::stacks).flat_map(|stack| &stack.layers).next();
     first.map_or(0, |layer| layer.attention.heads)
-}
-
-/// How a piece's tensor is stored.
-fn stored(source: &ModelSource, piece: &Piece) -> QuantType {
-    let tensor = source.checkpoint.tensor(&piece.name);
-    let ty = tensor.and_then(|tensor| tensor.quant_type().ok());
-    ty.expect("what is needed is there, in a format that is known, since the model was opened; this is a bug")
 }

@@ -10,7 +10,7 @@ mod vocabulary;
 mod written;
 
 use crate::common::{fixture, skipped};
-use crate::oracle::check_at;
+use crate::oracle::{check_at, check_prompts};
 use mainstem::formats::gguf::Head;
 use mainstem::formats::{Checkpoint, Gguf};
 use mainstem::model::{ModelRef, ModelSource};
@@ -81,6 +81,16 @@ async fn the_recorded_answers_come_on_both_backends() {
     }
 }
 
+/// Rounded activations move log-probabilities by little, as long as the right weights are multiplied.
+#[actix::test]
+async fn fast_activations_stay_near_the_recorded_answers() {
+    for (name, tokenizer, answers) in MODELS.iter().filter(|(name, ..)| name.starts_with('q')) {
+        let placed = Placed::of(&format!("fast-{name}"), &content(name), tokenizer);
+        let settings = [("device.activations", "fast".into()), ("scheduler.token_budget", 48.into())];
+        check_prompts(&placed.file(), answers, &settings, 1.0).await;
+    }
+}
+
 /// Version 1 has narrower counts; the order of the tensors in the data is anybody's, and so is the room
 /// between them. The folder names the model as well as the file does.
 #[actix::test]
@@ -142,7 +152,7 @@ fn codes_of_blocks_are_those_of_the_gguf_package() {
         for (values, expected) in blocks.values.iter().zip(expected) {
             let values: Vec<f32> = values.iter().map(|bits| f32::from_bits(*bits)).collect();
             let mut codes = vec![0; ty.bytes(values.len()).expect("a whole block")];
-            (ty.row().quantize)(&values, &mut codes);
+            ty.quantize(&values, &mut codes);
             let hex: String = codes.iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(&hex, expected, "{ty} of {values:?}");
         }

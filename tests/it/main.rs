@@ -35,3 +35,4 @@ mod scenarios;
 mod scheduling;
 mod security;
 mod streams;
+mod weights;

@@ -89,6 +89,8 @@ async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
         ("device.kind", Value::from(kind)),
         ("scheduler.slots", slots.into()),
         ("scheduler.token_budget", 48.into()),
+        // What is recorded is of activations as they are.
+        ("device.activations", "f32".into()),
     ];
     start::engine(&config(model, &settings)).await.expect("the fixture loads")
 }

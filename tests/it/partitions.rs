@@ -16,6 +16,7 @@ use mainstem::model::partition::{Member, Partition, Stage};
 use mainstem::model::shard::{ExpertSplit, Refusal};
 use mainstem::model::spec::{LayerSpec, LinearSpec, MlpSpec, ModelSpec};
 use mainstem::model::{ModelRef, ModelSource, Shard};
+use mainstem_kernels::Inputs;
 use mainstem_kernels::collective::local;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
@@ -68,7 +69,8 @@ fn device(
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(CpuConfig { threads: 1, isa: Isa::Auto }).expect("the CPU is there")
+    CpuBackend::new(CpuConfig { threads: 1, isa: Isa::Auto, inputs: Inputs::Coded })
+        .expect("the CPU is there")
 }
 
 /// What one device says, with a cache of that type.

@@ -53,7 +53,7 @@ fn numbers(checkpoint: &Checkpoint, name: &str) -> Vec<u32> {
     let tensor = checkpoint.tensor(name).unwrap_or_else(|| panic!("{name}"));
     let ty = tensor.quant_type().expect("it is computable");
     let mut numbers = vec![0.0; tensor.shape.iter().product()];
-    (ty.row().dequantize)(&tensor.bytes(), &mut numbers);
+    ty.dequantize(&tensor.bytes(), &mut numbers);
     numbers.into_iter().map(f32::to_bits).collect()
 }
 

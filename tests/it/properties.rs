@@ -5,6 +5,7 @@ use crate::common::{fixture, prompt, skipped};
 use mainstem::model::Shard;
 use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource};
+use mainstem_kernels::Inputs;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -67,7 +68,7 @@ impl Rig {
             hidden: 0,
         };
         let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
-        let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa }) {
+        let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded }) {
             Ok(backend) => Some(Box::new(
                 ModelExecutor::new(backend, &source, &Shard::whole(&source.spec), kv, limits).unwrap(),
             ) as _),

@@ -123,7 +123,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
         row(["family", &a.family.join(", ")]),
         row(["kind", &plain(&json!(a.kind)).replace('_', "-")]),
         row(["serves", &a.serves.join(", ")]),
-        row(["parameters", &HumanCount(a.parameters as u64).to_string()]),
+        row(["parameters", &format!("{}, {:.2} bits each", HumanCount(a.parameters as u64), a.bits)]),
         row(["layers", &layers]),
         row(["hidden", &a.hidden.to_string()]),
         row(["attention", &attention]),
@@ -196,7 +196,7 @@ fn grouped(tensors: &[Tensor]) -> Vec<Row> {
     let mut groups: Vec<(&Tensor, usize, usize)> = Vec::new();
     for tensor in tensors {
         let alike = |(first, ..): &&mut (&Tensor, usize, usize)| {
-            first.pattern == tensor.pattern && first.ty == tensor.ty
+            first.pattern == tensor.pattern && (first.ty, first.stored) == (tensor.ty, tensor.stored)
         };
         match groups.iter_mut().find(alike) {
             Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),
@@ -209,7 +209,11 @@ fn grouped(tensors: &[Tensor]) -> Vec<Row> {
 fn tensor_row(tensor: &Tensor, name: &str, count: usize, bytes: usize) -> Row {
     let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
     let times = if count > 1 { format!("x {count}") } else { String::new() };
-    row([name, tensor.role, tensor.ty, &shape.join(" x "), &times, &size(bytes)])
+    let ty = match tensor.ty == tensor.stored {
+        true => tensor.ty.to_owned(),
+        false => format!("{} (stored {})", tensor.ty, tensor.stored),
+    };
+    row([name, tensor.role, &ty, &shape.join(" x "), &times, &size(bytes)])
 }
 
 /// A line of the paper's table, with the bytes.

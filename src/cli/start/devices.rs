@@ -138,5 +138,6 @@ pub fn together(built: Vec<ExecutorReport>) -> ExecutorReport {
 
 /// A CPU device as it is configured.
 pub(super) fn cpu(config: &DeviceConfig) -> Result<CpuBackend> {
-    Ok(CpuBackend::new(CpuConfig { threads: config.threads, isa: config.isa })?)
+    let DeviceConfig { threads, isa, inputs, .. } = *config;
+    Ok(CpuBackend::new(CpuConfig { threads, isa, inputs })?)
 }

@@ -91,11 +91,17 @@ mod tests {
 
     #[test]
     fn what_can_be_computed_with_has_the_bytes_that_kernels_read() {
-        for ty in QuantType::all() {
-            let (id, _, numbers, bytes) = TYPES.iter().find(|row| row.1 == ty.name()).expect("it is known");
+        let known = TYPES.iter().filter_map(|row| Some((row, QuantType::by_name(row.1)?)));
+        let mut names = Vec::new();
+        for ((id, name, numbers, bytes), ty) in known {
             assert_eq!((*numbers, *bytes), (ty.row().block_elements, ty.row().block_bytes), "{ty}");
             assert_eq!(GgmlType::of(*id).dtype(), Dtype::Known(ty));
+            assert_eq!(*name, ty.name(), "ggml has no other names");
+            names.push(*name);
         }
+        let expected =
+            "f32 f16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs bf16 tq1_0 tq2_0 mxfp4";
+        assert_eq!(names.join(" "), expected);
         assert!(TYPES.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend, so none is there twice");
     }
 

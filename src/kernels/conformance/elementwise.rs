@@ -44,7 +44,7 @@ fn embed_on<B: Backend>(
 /// Rows of the table are added by position, each sum rounded once.
 pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
-    for ty in QuantType::all() {
+    for ty in few_types() {
         for width in widths(ty).into_iter().chain([whole(ty, 700)]) {
             for offset in [0, 2] {
                 let got = embed_positions_on(device, ty, width, offset);

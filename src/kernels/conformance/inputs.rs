@@ -77,10 +77,42 @@ pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {
     ROWS.into_iter().flat_map(|rows| WIDTHS.map(|width| (rows, width)))
 }
 
+/// The values' codes. Of a format that is only read, any codes, of numbers no larger than the values.
 pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; ty.bytes(values.len()).expect("the suite's sizes are whole blocks")];
-    (ty.row().quantize)(values, &mut bytes);
+    match ty.row().quantize {
+        Some(quantize) => quantize(values, &mut bytes),
+        None => any_codes(ty, &mut bytes),
+    }
     bytes
+}
+
+/// One type of each way of storing, but superblocks, which would make everything 256 wide: what is not about the bytes of
+/// blocks is tried with these.
+pub fn few_types() -> impl Iterator<Item = QuantType> {
+    use QuantType::*;
+    [F32, F16, BF16, Q8_0, Q4_0, Q3H_B64T1].into_iter()
+}
+
+/// Heights to try a type's matrices with: fewer where only the reading of blocks can differ from others.
+pub(super) fn heights(ty: QuantType) -> &'static [usize] {
+    if few_types().any(|other| other == ty) { &WIDTHS } else { &[7, 172] }
+}
+
+/// Pseudo-random codes under a scale that keeps numbers below 1.
+fn any_codes(ty: QuantType, bytes: &mut [u8]) {
+    const SMALL: [u8; 2] = [0, 0x10];
+    let words = (0..bytes.len().div_ceil(4) as u32).flat_map(|i| philox([i, 7, 0, 0], [4, ty as u32]));
+    bytes.iter_mut().zip(words).for_each(|(byte, word)| *byte = word as u8);
+    for block in bytes.chunks_exact_mut(ty.row().block_bytes) {
+        match ty {
+            QuantType::IQ4_NL | QuantType::IQ4_XS => block[..2].copy_from_slice(&SMALL),
+            QuantType::TQ1_0 => block[52..].copy_from_slice(&SMALL),
+            QuantType::TQ2_0 => block[64..].copy_from_slice(&SMALL),
+            QuantType::MXFP4 => block[0] = 120,
+            _ => unreachable!("{ty} is written; this is a bug"),
+        }
+    }
 }
 
 /// Each element within `bound` times its magnitude of the oracle's.

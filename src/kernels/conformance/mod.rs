@@ -28,7 +28,7 @@ mod tiny;
 
 pub use attention::{attention, attention_long, attention_looks, cache_types, copy_pages, scratch_company};
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
-pub use inputs::noise;
+pub use inputs::{few_types, noise};
 pub use matmul::{matmul, matmul_company};
 pub use moe::{moe, moe_company, moe_parts, moe_preparation};
 pub use norm::norm;
@@ -129,6 +129,7 @@ pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
 mod tests {
     use super::*;
     use crate::cpu::{CpuBackend, CpuConfig, Isa};
+    use crate::quant::Inputs;
     use crate::reference::Reference;
     use std::io::Write;
 
@@ -139,7 +140,7 @@ mod tests {
 
     /// The whole suite for every number of threads, whose bits must agree.
     fn cpu_conforms(isa: Isa) {
-        let new = |threads| CpuBackend::new(CpuConfig { threads, isa });
+        let new = |threads| CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded });
         if let Err(error) = new(1) {
             // Straight to the terminal: the harness keeps what macros print of a test that passes.
             let _ = writeln!(std::io::stderr(), "skipped: {}: {error}", isa.name());
@@ -151,6 +152,11 @@ mod tests {
             run(make(threads), Bounds::F32_FIXED_ORDER);
             assert!(fingerprint(&make(threads)) == alone, "{}: {threads} threads, other bits", isa.name());
         }
+        let config = CpuConfig { threads: 2, isa, inputs: Inputs::Plain };
+        let plain = || CpuBackend::new(config).expect("this machine has the instruction set");
+        matmul(&plain, &Bounds::F32_FIXED_ORDER);
+        matmul_company(&plain, &Bounds::F32_FIXED_ORDER);
+        moe(&plain, &Bounds::F32_FIXED_ORDER);
     }
 
     #[test]

@@ -91,7 +91,7 @@ impl<B: Backend> Rig<B> {
         self.backend.download(buf, 0, &mut bytes);
         assert!(bytes[n * 4..] == codes(QuantType::F32, &GUARD), "{what}: wrote beyond its {n} values");
         let mut values = vec![0.0; n];
-        (QuantType::F32.row().dequantize)(&bytes[..n * 4], &mut values);
+        QuantType::F32.dequantize(&bytes[..n * 4], &mut values);
         values
     }
 
@@ -132,5 +132,7 @@ impl<B: Backend> Rig<B> {
 
 /// The backend to look at, and the oracle.
 pub(super) fn rigs<B: Backend>(make: &impl Fn() -> B, page_positions: usize) -> (Rig<B>, Rig<Reference>) {
-    (Rig::new(make(), limits(page_positions)), Rig::new(Reference::new(), limits(page_positions)))
+    let device = make();
+    let oracle = Reference::with(device.inputs());
+    (Rig::new(device, limits(page_positions)), Rig::new(oracle, limits(page_positions)))
 }

@@ -2,12 +2,15 @@
 //!
 //! Invariant: plain data; whether this CPU has the set is found out when the device is made.
 
+use crate::quant::Inputs;
+
 /// How to make a [`CpuBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuConfig {
     /// Threads that work on a step, the driving one counted; at least 1.
     pub threads: usize,
     pub isa: Isa,
+    pub inputs: Inputs,
 }
 
 /// An instruction set.

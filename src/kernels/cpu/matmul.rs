@@ -11,7 +11,8 @@
 //!    converting them again costs less than storing them converted.
 //! 3. More rows: a panel of outs is converted to F32 once, packed as x is, and kept in the second-level
 //!    cache while all tiles of x pass by. R x O sums stay in registers.
-//! 4. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
+//! 4. Of a format that vectors cannot be read from, a run of outs is first written out in F32, row by row.
+//! 5. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
 //!    later columns go on where those of earlier ones ended, so the cut does not show in the result.
 //!
 //! Invariant: R, O, the panels and the cuts decide only when a product is added, never in which order.
@@ -19,7 +20,9 @@
 #![allow(unsafe_code)]
 
 use super::pool::{Parts, Pool};
-use super::simd::{ForStored, Kernel, LANES, Level, Simd, Stored, prefetch, with_stored};
+use super::simd::{
+    Code, F32, ForCode, Kernel, LANES, Level, Simd, is_direct, load_part, prefetch, with_code,
+};
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
@@ -46,23 +49,39 @@ const SMALL: usize = 64 * 1024;
 pub struct MatmulScratch {
     /// (rows, in) packed.
     x: HostBuf,
-    /// For each thread: the converted panel, then the sums of a tile of rows with all outs of the panel.
+    /// For each thread: the converted panel, then the sums of a tile of rows with all outs of the panel, then the
+    /// outs that are written out, if there are any.
     panels: HostBuf,
     panel_len: usize,
+    written_len: usize,
 }
 
 const SUMS: usize = TILE_ROWS_MAX * PANEL_OUTS * LANES;
 
 impl MatmulScratch {
-    /// Room for `rows` rows of `inp` columns on `threads` threads.
-    pub fn new(rows: usize, inp: usize, threads: usize) -> Result<MatmulScratch, DeviceError> {
+    /// Room for `rows` rows of `inp` columns on `threads` threads; `written` columns of outs that must be written out, 0
+    /// without such.
+    pub fn new(
+        rows: usize,
+        inp: usize,
+        written: usize,
+        threads: usize,
+    ) -> Result<MatmulScratch, DeviceError> {
         let padded = inp.next_multiple_of(LANES);
         let panel_len = PANEL.max(TILE_OUTS_MAX * padded);
+        let written_len = if written == 0 { 0 } else { PANEL.max(STREAM_OUTS * written) };
+        let each = panel_len + SUMS + written_len;
         Ok(MatmulScratch {
             x: HostBuf::zeroed(rows * padded * size_of::<f32>())?,
-            panels: HostBuf::zeroed(threads * (panel_len + SUMS) * size_of::<f32>())?,
+            panels: HostBuf::zeroed(threads * each * size_of::<f32>())?,
             panel_len,
+            written_len,
         })
+    }
+
+    /// Numbers of a thread's part of `panels`.
+    fn each(&self) -> usize {
+        self.panel_len + SUMS + self.written_len
     }
 }
 
@@ -96,7 +115,46 @@ impl Kernel for Multiply<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        with_stored(self.w.ty, Typed { op: self, simd });
+        match is_direct(self.w.ty) {
+            true => with_code(self.w.ty, Typed { op: self, simd }),
+            false => self.write_out(simd),
+        }
+    }
+}
+
+impl Multiply<'_> {
+    /// Writes runs of outs out in F32, and goes on with these.
+    fn write_out<S: Simd>(self, simd: S) {
+        let Multiply { pool, scratch, w, bias, x, y, rows } = self;
+        let (tiles, steps) = (Tiles::new(rows, S::TILE_ROWS), w.inp.div_ceil(LANES));
+        let (each, panel_len, written_len) = (scratch.each(), scratch.panel_len, scratch.written_len);
+        let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
+        pack(pool, &tiles, w.inp, x, packed);
+        let y = Parts::new(y);
+        let product =
+            Product::<F32> { w: &[], first: 0, out: w.out, inp: w.inp, steps, bias, x: packed, tiles, y: &y };
+        let fits = match rows <= STREAM_ROWS {
+            true => written_len / w.inp / STREAM_OUTS * STREAM_OUTS,
+            false => panel_len.min(written_len) / (steps * LANES) / S::TILE_OUTS * S::TILE_OUTS,
+        };
+        let tile = if rows <= STREAM_ROWS { STREAM_OUTS } else { S::TILE_OUTS };
+        let outs_each = product.outs_each(pool.threads(), PANEL_OUTS.min(fits), tile).min(fits);
+        let (codes, stored) = (w.buf.bytes(), w.buf.len() / w.out);
+        let panels = Parts::new(scratch.panels.f32_mut());
+        product.for_outs(pool, outs_each, |worker, outs| {
+            // SAFETY: each worker has its own scratch and is in one item at a time.
+            let scratch = unsafe { panels.part(worker * each..(worker + 1) * each) };
+            let (panel, written) = scratch.split_at_mut(panel_len + SUMS);
+            let written = &mut written[..outs.len() * product.inp];
+            w.ty.dequantize(&codes[outs.start * stored..outs.end * stored], written);
+            let part = Product { w: written, first: outs.start, ..product };
+            match rows <= STREAM_ROWS {
+                true => {
+                    (0..tiles.count).for_each(|tile| part.stream(simd, tiles.rows_of(tile), outs.clone()))
+                }
+                false => part.panel(simd, outs, panel.split_at_mut(panel_len)),
+            }
+        });
     }
 }
 
@@ -105,38 +163,39 @@ struct Typed<'a, S> {
     simd: S,
 }
 
-impl<S: Simd> ForStored for Typed<'_, S> {
+impl<S: Simd> ForCode for Typed<'_, S> {
     type Out = ();
 
-    fn run<W: Stored>(self) {
+    fn run<W: Code>(self) {
         let (simd, Multiply { pool, scratch, w, bias, x, y, rows }) = (self.simd, self.op);
         let tiles = Tiles::new(rows, S::TILE_ROWS);
         let steps = w.inp.div_ceil(LANES);
+        let each = scratch.each();
         let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
         pack(pool, &tiles, w.inp, x, packed);
-        let pieces = w.inp / W::NUMBERS;
+        let y = Parts::new(y);
         let product = Product::<W> {
-            w: &W::pieces(&w.buf)[..w.out * pieces],
+            w: &W::of(&w.buf)[..w.out * w.inp],
+            first: 0,
             out: w.out,
             inp: w.inp,
-            pieces,
             steps,
             bias,
             x: packed,
             tiles,
-            y: Parts::new(y),
+            y: &y,
         };
         if rows <= STREAM_ROWS {
             product.stream_all(pool, simd);
         } else {
-            product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len);
+            product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len, each);
         }
     }
 }
 
 /// Rows cut into tiles of nearly equal size.
 #[derive(Clone, Copy)]
-struct Tiles {
+pub struct Tiles {
     count: usize,
     /// Rows of a tile; the first `longer` tiles have one more.
     rows: usize,
@@ -144,12 +203,17 @@ struct Tiles {
 }
 
 impl Tiles {
-    fn new(rows: usize, rows_max: usize) -> Tiles {
+    /// At most `rows_max` rows each.
+    pub fn new(rows: usize, rows_max: usize) -> Tiles {
         let count = rows.div_ceil(rows_max).max(1);
         Tiles { count, rows: rows / count, longer: rows % count }
     }
 
-    fn rows_of(&self, tile: usize) -> Range<usize> {
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    pub fn rows_of(&self, tile: usize) -> Range<usize> {
         let first = tile * self.rows + tile.min(self.longer);
         first..first + self.rows + usize::from(tile < self.longer)
     }
@@ -187,13 +251,12 @@ fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
 }
 
 /// One multiplication, as the threads see it.
-struct Product<'a, W: Stored> {
-    /// (out, pieces).
-    w: &'a [W::Piece],
+struct Product<'a, W: Code> {
+    /// (outs from `first` on, inp).
+    w: &'a [W::Raw],
+    first: usize,
     out: usize,
     inp: usize,
-    /// Pieces of one out's row.
-    pieces: usize,
     /// Vectors of columns.
     steps: usize,
     bias: Option<&'a [f32]>,
@@ -201,10 +264,10 @@ struct Product<'a, W: Stored> {
     x: &'a [f32],
     tiles: Tiles,
     /// (rows, out).
-    y: Parts<'a, f32>,
+    y: &'a Parts<'a, f32>,
 }
 
-impl<W: Stored> Product<'_, W> {
+impl<W: Code> Product<'_, W> {
     fn rows(&self) -> usize {
         self.x.len() / (self.steps * LANES)
     }
@@ -234,7 +297,7 @@ impl<W: Stored> Product<'_, W> {
     fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
         let wanted = match self.rows() * self.out * self.inp <= SMALL {
             true => self.out,
-            false => STREAM_BYTES / (self.pieces * size_of::<W::Piece>()).min(STREAM_BYTES),
+            false => STREAM_BYTES / (self.inp * size_of::<W::Raw>()).min(STREAM_BYTES),
         };
         let outs_each = self.outs_each(pool.threads(), wanted, STREAM_OUTS);
         self.for_outs(pool, outs_each, |_, outs| {
@@ -264,33 +327,44 @@ impl<W: Stored> Product<'_, W> {
         }
     }
 
-    fn panel_all<S: Simd>(&self, pool: &mut Pool, simd: S, panels: &mut HostBuf, panel_len: usize) {
+    /// `each` numbers of `panels` are a thread's.
+    fn panel_all<S: Simd>(
+        &self,
+        pool: &mut Pool,
+        simd: S,
+        panels: &mut HostBuf,
+        panel_len: usize,
+        each: usize,
+    ) {
         let fits = panel_len / (self.steps * LANES) / S::TILE_OUTS * S::TILE_OUTS;
         let outs_each = self.outs_each(pool.threads(), PANEL_OUTS.min(fits), S::TILE_OUTS);
         let panels = Parts::new(panels.f32_mut());
         self.for_outs(pool, outs_each.min(fits), |worker, outs| {
-            let at = worker * (panel_len + SUMS);
             // SAFETY: each worker has its own scratch and is in one item at a time.
-            let scratch = unsafe { panels.part(at..at + panel_len + SUMS) };
-            let (w, sums) = scratch.split_at_mut(panel_len);
-            let panel = Panel { product: self, outs, w, sums };
-            match S::TILE_OUTS {
-                2 => panel.run::<S, 2>(simd),
-                _ => panel.run::<S, 3>(simd),
-            }
+            let scratch = unsafe { panels.part(worker * each..worker * each + panel_len + SUMS) };
+            self.panel(simd, outs, scratch.split_at_mut(panel_len));
         });
+    }
+
+    /// All rows with a run of outs.
+    fn panel<S: Simd>(&self, simd: S, outs: Range<usize>, (w, sums): (&mut [f32], &mut [f32])) {
+        let panel = Panel { product: self, outs, w, sums };
+        match S::TILE_OUTS {
+            2 => panel.run::<S, 2>(simd),
+            _ => panel.run::<S, 3>(simd),
+        }
     }
 
     /// What is stored of out number `out`.
     #[inline(always)]
-    fn row(&self, out: usize) -> &[W::Piece] {
-        &self.w[out * self.pieces..][..self.pieces]
+    fn row(&self, out: usize) -> &[W::Raw] {
+        &self.w[(out - self.first) * self.inp..][..self.inp]
     }
 
     /// The last vector of out number `out`, which is not whole.
     #[inline(always)]
     fn rest<S: Simd>(&self, simd: S, out: usize) -> S::V {
-        W::rest(simd, &self.row(out)[self.inp / LANES * LANES / W::NUMBERS..])
+        load_part::<S, W>(simd, &self.row(out)[self.inp / LANES * LANES..])
     }
 
     /// y[row][first..] = the sums of the `count` first of O outs, + bias.
@@ -324,13 +398,13 @@ impl<W: Stored> Product<'_, W> {
 }
 
 /// A tile of R rows with a run of outs, O at a time, straight from the stored weights.
-struct Stream<'a, W: Stored, const R: usize, const O: usize> {
+struct Stream<'a, W: Code, const R: usize, const O: usize> {
     product: &'a Product<'a, W>,
     rows: Range<usize>,
     outs: Range<usize>,
 }
 
-impl<W: Stored, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
+impl<W: Code, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
     type Out = ();
 
     #[inline(always)]
@@ -345,15 +419,15 @@ impl<W: Stored, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
             let mut w = [product.w.as_ptr(); O];
             for o in 0..O {
                 outs[o] = (first + o).min(product.out - 1);
-                w[o] = w[o].wrapping_add(outs[o] * product.pieces);
+                w[o] = w[o].wrapping_add((outs[o] - product.first) * product.inp);
             }
             let mut sums = [[simd.splat(0.0); O]; R];
             for (step, x) in whole.iter().enumerate() {
                 let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
-                    prefetch(W::address(w[o], step).wrapping_add(O * product.pieces));
+                    prefetch(w[o].wrapping_add(step * LANES + O * product.inp));
                     // SAFETY: `w[o]` is the out's row of `product.w`, and whole vectors lie within it.
-                    out[o] = unsafe { W::vector(simd, w[o], step) };
+                    out[o] = W::load(simd, unsafe { &*w[o].add(step * LANES).cast() });
                 }
                 add_products(simd, x, &out, &mut sums);
             }
@@ -389,7 +463,7 @@ fn add_products<S: Simd, const R: usize, const O: usize>(
 }
 
 /// All rows with a run of outs, through a converted panel.
-struct Panel<'a, W: Stored> {
+struct Panel<'a, W: Code> {
     product: &'a Product<'a, W>,
     outs: Range<usize>,
     /// Converted: (cuts, tiles of outs, steps, O, 16).
@@ -398,7 +472,7 @@ struct Panel<'a, W: Stored> {
     sums: &'a mut [f32],
 }
 
-impl<W: Stored> Panel<'_, W> {
+impl<W: Code> Panel<'_, W> {
     fn run<S: Simd, const O: usize>(mut self, simd: S) {
         let out_tiles = self.outs.len().div_ceil(O);
         for tile in 0..self.product.tiles.count {
@@ -449,7 +523,7 @@ impl<W: Stored> Panel<'_, W> {
 }
 
 /// Converts O outs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the last out.
-struct Convert<'a, W: Stored, const O: usize> {
+struct Convert<'a, W: Code, const O: usize> {
     product: &'a Product<'a, W>,
     first: usize,
     /// Outs of the panel: how far the next one is.
@@ -458,7 +532,7 @@ struct Convert<'a, W: Stored, const O: usize> {
     w: &'a mut [f32],
 }
 
-impl<W: Stored, const O: usize> Kernel for Convert<'_, W, O> {
+impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
     type Out = ();
 
     #[inline(always)]
@@ -469,8 +543,8 @@ impl<W: Stored, const O: usize> Kernel for Convert<'_, W, O> {
         // What this thread reads next of the same out: the columns after the cut, or, at the end of the
         // row, the first ones of the next panel. In pieces.
         let ahead = match self.steps.end < product.steps {
-            true => CUT * LANES / W::NUMBERS,
-            false => self.panel * product.pieces - self.steps.start * LANES / W::NUMBERS,
+            true => CUT * LANES,
+            false => self.panel * product.inp - self.steps.start * LANES,
         };
         for o in 0..O {
             let out = self.first + o;
@@ -482,9 +556,9 @@ impl<W: Stored, const O: usize> Kernel for Convert<'_, W, O> {
             }
             let row = product.row(out).as_ptr();
             for step in whole.clone() {
-                prefetch(W::address(row, step).wrapping_add(ahead));
+                prefetch(row.wrapping_add(step * LANES + ahead));
                 // SAFETY: `row` is a whole row, and whole vectors lie within it.
-                let vector = unsafe { W::vector(simd, row, step) };
+                let vector = W::load(simd, unsafe { &*row.add(step * LANES).cast() });
                 simd.store(vector, &mut w[(step - whole.start) * O + o]);
             }
             if whole.end < self.steps.end {
@@ -531,12 +605,12 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
 }
 
 /// Adds the lanes of the sums of a tile of rows with all outs of the panel, and writes y.
-struct Finish<'a, 'b, W: Stored, const O: usize> {
+struct Finish<'a, 'b, W: Code, const O: usize> {
     panel: &'a Panel<'b, W>,
     rows: Range<usize>,
 }
 
-impl<W: Stored, const O: usize> Kernel for Finish<'_, '_, W, O> {
+impl<W: Code, const O: usize> Kernel for Finish<'_, '_, W, O> {
     type Out = ();
 
     #[inline(always)]

@@ -7,6 +7,7 @@
 mod config;
 
 mod pool;
+mod products;
 mod simd;
 mod step;
 
@@ -15,6 +16,7 @@ mod attention;
 mod matmul;
 mod moe;
 mod norm;
+mod packed;
 mod rope;
 mod rows;
 mod sample;
@@ -28,11 +30,11 @@ use crate::backend::{
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
 use crate::host::HostBuf;
-use crate::quant::QuantType;
+use crate::quant::{Inputs, QuantType};
 use crate::stage::Stage;
-use matmul::MatmulScratch;
 use moe::{MoeScratch, MoeSizes};
 use pool::Pool;
+use products::{Products, Widths};
 use sample::SampleScratch;
 use simd::Level;
 use std::ops::Range;
@@ -48,18 +50,19 @@ pub struct CpuBackend {
     stage: Stage,
     step: Option<Step>,
     sampling: Option<SampleScratch>,
-    matmul: Option<MatmulScratch>,
+    inputs: Inputs,
+    products: Option<Products>,
     attention: Option<HostBuf>,
     moe: Option<MoeScratch>,
     sizes: Sizes,
 }
 
-/// What the scratch buffers are made for: rows of a step, the widest weight, the widest head of V, the largest
+/// What the scratch buffers are made for: rows of a step, the widest weights, the widest head of V, the largest
 /// mixture.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     rows: usize,
-    inp: usize,
+    widths: Widths,
     v_dim: usize,
     moe: MoeSizes,
 }
@@ -69,7 +72,7 @@ impl Sizes {
     fn max(self, other: Sizes) -> Sizes {
         Sizes {
             rows: self.rows.max(other.rows),
-            inp: self.inp.max(other.inp),
+            widths: self.widths.max(other.widths),
             v_dim: self.v_dim.max(other.v_dim),
             moe: self.moe.max(other.moe),
         }
@@ -88,7 +91,8 @@ impl CpuBackend {
             stage: Stage::default(),
             step: None,
             sampling: None,
-            matmul: None,
+            inputs: config.inputs,
+            products: None,
             attention: None,
             moe: None,
             sizes: Sizes::default(),
@@ -108,8 +112,8 @@ impl CpuBackend {
             return Ok(());
         }
         let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
-        if self.matmul.is_none() || more_rows || sizes.inp > from.inp {
-            self.matmul = Some(MatmulScratch::new(sizes.rows, sizes.inp, threads)?);
+        if self.products.is_none() || more_rows || sizes.widths != from.widths {
+            self.products = Some(Products::new(self.inputs, sizes.rows, sizes.widths, threads)?);
         }
         if self.attention.is_none() || sizes.v_dim > from.v_dim {
             let len = threads * attention::scratch_len(sizes.v_dim);
@@ -135,6 +139,10 @@ impl Backend for CpuBackend {
             self.level.isa().name(),
             if threads == 1 { "thread" } else { "threads" }
         )
+    }
+
+    fn inputs(&self) -> Inputs {
+        self.inputs
     }
 
     fn join(&mut self, stage: Box<dyn Collective>) {
@@ -166,12 +174,22 @@ impl Backend for CpuBackend {
     ) -> Result<Weight<HostBuf>, DeviceError> {
         let expected = ty.bytes(inp).and_then(|row| row.checked_mul(out));
         assert_eq!(Some(bytes.len()), expected, "{ty} codes of a {out} x {inp} matrix");
-        self.grow_scratch(Sizes { inp, ..Sizes::default() })?;
+        self.grow_scratch(Sizes { widths: Widths::of(self.inputs, ty, inp), ..Sizes::default() })?;
+        if ty.takes_codes(self.inputs) {
+            let mut buf = HostBuf::zeroed(self.weight_bytes(ty, out, inp))?;
+            packed::pack(&mut self.pool, ty, (out, inp), bytes, &mut buf);
+            return Ok(Weight { buf, ty, out, inp });
+        }
         let mut buf = HostBuf::zeroed(bytes.len())?;
         self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
             to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
         });
         Ok(Weight { buf, ty, out, inp })
+    }
+
+    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize {
+        let packed = packed::packed_bytes(ty, out, inp).filter(|_| ty.takes_codes(self.inputs));
+        packed.unwrap_or_else(|| ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out)
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
@@ -201,13 +219,13 @@ impl Backend for CpuBackend {
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
-        rows::embed(&mut self.pool, step, table, first, x);
+        rows::embed(&mut self.pool, step, (self.inputs, table), first, x);
     }
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
-        rows::embed_positions(&mut self.pool, step, table, offset, x);
+        rows::embed_positions(&mut self.pool, step, (self.inputs, table), offset, x);
     }
 
     fn matmul(
@@ -218,11 +236,11 @@ impl Backend for CpuBackend {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let scratch = self.matmul.as_mut().expect(UNPREPARED);
+        let products = self.products.as_mut().expect(UNPREPARED);
         assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
         let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
         let bias = bias.map(|bias| &bias.f32()[..w.out]);
-        matmul::matmul(&mut self.pool, self.level, scratch, w, bias, x, y);
+        products.matmul(&mut self.pool, self.level, w, bias, (x, y));
     }
 
     fn norm(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &HostBuf, y: &mut HostBuf) {
@@ -315,11 +333,11 @@ impl Backend for CpuBackend {
     ) {
         assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
         let scratch = self.moe.as_mut().expect("prepare_moe comes before the first step; this is a bug");
-        let matmul = self.matmul.as_mut().expect(UNPREPARED);
+        let products = self.products.as_mut().expect(UNPREPARED);
         let hidden = experts[0].down.out;
         let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
         let inputs = moe::Inputs { shape, router, experts, x };
-        moe::moe(&mut self.pool, self.level, (scratch, matmul), inputs, &mut y.f32_mut()[..rows * hidden]);
+        moe::moe(&mut self.pool, self.level, (scratch, products), inputs, &mut y.f32_mut()[..rows * hidden]);
     }
 
     fn reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {

@@ -8,8 +8,8 @@
 #![allow(unsafe_code)]
 
 use super::activation;
-use super::matmul::{MatmulScratch, matmul};
 use super::pool::{Parts, Pool};
+use super::products::Products;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
 use crate::backend::{DeviceError, Expert, MoeShape, Scoring, Weight};
 use crate::host::HostBuf;
@@ -98,7 +98,7 @@ pub struct Inputs<'a> {
 pub fn moe(
     pool: &mut Pool,
     level: Level,
-    (scratch, matmul): (&mut MoeScratch, &mut MatmulScratch),
+    (scratch, products): (&mut MoeScratch, &mut Products),
     inputs: Inputs,
     y: &mut [f32],
 ) {
@@ -119,7 +119,7 @@ pub fn moe(
         let members = first..scratch.ends[number];
         first = members.end;
         if !members.is_empty() {
-            let mut pass = Pass { pool, level, matmul, scratch, members };
+            let mut pass = Pass { pool, level, products, scratch, members };
             pass.take(hidden, x);
             pass.run(shape, expert);
             pass.add(hidden, y);
@@ -239,7 +239,7 @@ fn group(shape: &MoeShape, choices: &[Choice], members: &mut [Member], ends: &mu
 struct Pass<'a> {
     pool: &'a mut Pool,
     level: Level,
-    matmul: &'a mut MatmulScratch,
+    products: &'a mut Products,
     scratch: &'a mut MoeScratch,
     /// Which members are the expert's.
     members: Range<usize>,
@@ -256,17 +256,17 @@ impl Pass<'_> {
     }
 
     fn run(&mut self, shape: &MoeShape, expert: &Expert<HostBuf>) {
-        let Pass { pool, level, matmul, scratch, members } = self;
+        let Pass { pool, level, products, scratch, members } = self;
         let (level, rows) = (*level, members.len());
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
-        multiply(pool, level, matmul, rows, &expert.gate, x, gate);
+        multiply(pool, level, products, rows, &expert.gate, x, gate);
         if let Some(weight) = &expert.up {
-            multiply(pool, level, matmul, rows, weight, x, up);
+            multiply(pool, level, products, rows, weight, x, up);
         }
         let gated = &mut gate.f32_mut()[..rows * shape.width];
         let up = expert.up.as_ref().map(|_| up.f32());
         activation::activate(pool, level, shape.activation, shape.width, gated, up);
-        multiply(pool, level, matmul, rows, &expert.down, gate, y);
+        multiply(pool, level, products, rows, &expert.down, gate, y);
     }
 
     /// y (rows, hidden) += the members' results, each times its score.
@@ -287,11 +287,12 @@ impl Pass<'_> {
 fn multiply(
     pool: &mut Pool,
     level: Level,
-    scratch: &mut MatmulScratch,
+    products: &mut Products,
     rows: usize,
     w: &Weight<HostBuf>,
     x: &HostBuf,
     y: &mut HostBuf,
 ) {
-    matmul(pool, level, scratch, w, None, &x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
+    let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
+    products.matmul(pool, level, w, None, (x, y));
 }

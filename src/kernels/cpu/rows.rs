@@ -2,74 +2,80 @@
 //!
 //! Invariant: each row is computed by one thread, from that row alone; a product is rounded before it is added.
 
+use super::packed;
 use super::pool::Pool;
-use super::simd::{ForStored, Stored, with_stored};
+use super::simd::{Code, ForCode, with_code};
 use super::step::Step;
 use crate::backend::Weight;
 use crate::host::HostBuf;
+use crate::quant::Inputs;
 use std::ops::Range;
 
-/// Numbers, whole pieces of any type, that are decoded at a time where they do not replace what is there.
+/// Numbers, whole blocks of any type, that are decoded at a time where they do not replace what is there.
 const DECODED: usize = 256;
 
 /// x (rows, width) = the rows of `table` that the step's tokens name, counted from token `first` on; zeros without one.
-pub fn embed(pool: &mut Pool, step: &Step, table: &Weight<HostBuf>, first: usize, x: &mut [f32]) {
-    with_stored(table.ty, Embed { pool, step, table, first, x });
-}
-
-struct Embed<'a> {
-    pool: &'a mut Pool,
-    step: &'a Step,
-    table: &'a Weight<HostBuf>,
+pub fn embed(
+    pool: &mut Pool,
+    step: &Step,
+    (inputs, table): (Inputs, &Weight<HostBuf>),
     first: usize,
-    x: &'a mut [f32],
-}
-
-impl ForStored for Embed<'_> {
-    type Out = ();
-
-    fn run<W: Stored>(self) {
-        let Embed { pool, step, table, first, x } = self;
-        let (rows, pieces, each) = (step.rows(), W::pieces(&table.buf), table.inp / W::NUMBERS);
-        pool.for_rows(x, table.inp, |row, x| {
-            match (rows[row].token as usize).checked_sub(first).filter(|at| *at < table.out) {
-                Some(at) => W::widen(&pieces[at * each..][..each], x),
-                None => x.fill(0.0),
-            }
-        });
-    }
+    x: &mut [f32],
+) {
+    let rows = step.rows();
+    pool.for_rows(x, table.inp, |row, x| {
+        match (rows[row].token as usize).checked_sub(first).filter(|at| *at < table.out) {
+            Some(at) => read(inputs, table, at, 0, x),
+            None => x.fill(0.0),
+        }
+    });
 }
 
 /// x (rows, width) += the rows of `table` that the rows' positions, plus `offset`, name.
-pub fn embed_positions(pool: &mut Pool, step: &Step, table: &Weight<HostBuf>, offset: usize, x: &mut [f32]) {
-    with_stored(table.ty, EmbedPositions { pool, step, table, offset, x });
-}
-
-struct EmbedPositions<'a> {
-    pool: &'a mut Pool,
-    step: &'a Step,
-    table: &'a Weight<HostBuf>,
+pub fn embed_positions(
+    pool: &mut Pool,
+    step: &Step,
+    (inputs, table): (Inputs, &Weight<HostBuf>),
     offset: usize,
-    x: &'a mut [f32],
+    x: &mut [f32],
+) {
+    let rows = step.rows();
+    pool.for_rows(x, table.inp, |row, x| {
+        let at = rows[row].position + offset;
+        assert!(at < table.out, "position {} has no vector", rows[row].position);
+        let mut values = [0.0; DECODED];
+        for (number, x) in x.chunks_mut(DECODED).enumerate() {
+            let values = &mut values[..x.len()];
+            read(inputs, table, at, number * DECODED, values);
+            x.iter_mut().zip(values).for_each(|(x, value)| *x += *value);
+        }
+    });
 }
 
-impl ForStored for EmbedPositions<'_> {
+/// The numbers of row `row` from column `column` on; they begin and end where blocks do.
+fn read(inputs: Inputs, table: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
+    if table.ty.takes_codes(inputs) {
+        return packed::read(table, row, column, values);
+    }
+    let first = row * table.inp + column;
+    if !table.ty.is_blocked() {
+        return with_code(table.ty, Read { buf: &table.buf, first, values });
+    }
+    let bytes = |numbers: usize| table.ty.bytes(numbers).expect("rows are whole blocks; this is a bug");
+    table.ty.dequantize(&table.buf.bytes()[bytes(first)..][..bytes(values.len())], values);
+}
+
+struct Read<'a> {
+    buf: &'a HostBuf,
+    first: usize,
+    values: &'a mut [f32],
+}
+
+impl ForCode for Read<'_> {
     type Out = ();
 
-    fn run<W: Stored>(self) {
-        let (rows, offset, width) = (self.step.rows(), self.offset, self.table.inp);
-        let each = width / W::NUMBERS;
-        let pieces = &W::pieces(&self.table.buf)[..self.table.out * each];
-        self.pool.for_rows(self.x, width, |row, x| {
-            let at = (rows[row].position + offset) * each;
-            assert!(at < pieces.len(), "position {} has no vector", rows[row].position);
-            let mut values = [0.0; DECODED];
-            for (x, pieces) in x.chunks_mut(DECODED).zip(pieces[at..][..each].chunks(DECODED / W::NUMBERS)) {
-                let values = &mut values[..x.len()];
-                W::widen(pieces, values);
-                x.iter_mut().zip(values).for_each(|(x, value)| *x += *value);
-            }
-        });
+    fn run<C: Code>(self) {
+        C::decode(&C::of(self.buf)[self.first..][..self.values.len()], self.values);
     }
 }
 

@@ -4,9 +4,13 @@
 //! |---|---|---|
 //! | Q8_0 | 32 signed bytes | code * scale |
 //! | Q4_0 | 16 bytes: low halves for numbers 0 to 15, high halves for 16 to 31 | (code - 8) * scale |
+//! | Q4_1 | the least number in F16, the same 16 bytes | code * scale + least |
+//! | Q5_0 | 4 bytes, bit n is the upper bit of code n, the same 16 bytes | (code - 16) * scale |
+//! | Q5_1 | the least number in F16, the same 4 and 16 bytes | code * scale + least |
 //!
-//! Invariant: the codes of finite numbers are those of ggml's reference, byte for byte.
+//! Invariant: the codes of numbers that the format can hold are those of ggml's reference, byte for byte.
 
+use super::{bounded, half_at, put_half};
 use half::f16;
 
 /// Numbers of a block.
@@ -18,6 +22,9 @@ pub const SCALE_BYTES: usize = 2;
 /// Bytes of a block.
 pub const Q8_0_BYTES: usize = SCALE_BYTES + NUMBERS;
 pub const Q4_0_BYTES: usize = SCALE_BYTES + NUMBERS / 2;
+pub const Q4_1_BYTES: usize = Q4_0_BYTES + SCALE_BYTES;
+pub const Q5_0_BYTES: usize = Q4_0_BYTES + NUMBERS / 8;
+pub const Q5_1_BYTES: usize = Q5_0_BYTES + SCALE_BYTES;
 
 pub(super) fn dequantize_q8_0(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q8_0_BYTES, NUMBERS>(bytes, out) {
@@ -43,6 +50,7 @@ pub(super) fn dequantize_q4_0(bytes: &[u8], out: &mut [f32]) {
 /// are rounded away from zero.
 pub(super) fn quantize_q8_0(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q8_0_BYTES>(values, out) {
+        let values = &values.map(|value| bounded(value, 127.0));
         let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
         let scale = largest / 127.0;
         let inverse = inverse(scale);
@@ -56,6 +64,7 @@ pub(super) fn quantize_q8_0(values: &[f32], out: &mut [u8]) {
 /// opposite one. A number as large on the other side would become 8, and becomes 7.
 pub(super) fn quantize_q4_0(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q4_0_BYTES>(values, out) {
+        let values = &values.map(|value| bounded(value, 8.0));
         let further = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
         let scale = values.iter().fold(0.0, further) / -8.0;
         let inverse = inverse(scale);
@@ -64,6 +73,122 @@ pub(super) fn quantize_q4_0(values: &[f32], out: &mut [u8]) {
         for (codes, (low, high)) in put_scale(scale, block).iter_mut().zip(low.iter().zip(high)) {
             *codes = code(low) | code(high) << 4;
         }
+    }
+}
+
+/// Codes of 4 bits, and of 5 where there are upper bits.
+fn spread(upper: u32, codes: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {
+    let (low, high) = out.split_at_mut(NUMBERS / 2);
+    for (n, ((low, high), codes)) in low.iter_mut().zip(high).zip(codes).enumerate() {
+        let upper = |n: usize| (upper >> n & 1) as u8 * 16;
+        (*low, *high) = (value(codes & 15 | upper(n)), value(codes >> 4 | upper(n + NUMBERS / 2)));
+    }
+}
+
+/// The reverse; the upper bits.
+fn gather(values: &[f32], codes: &mut [u8], code: impl Fn(f32) -> u8) -> u32 {
+    let (low, high) = values.split_at(NUMBERS / 2);
+    let mut upper = 0;
+    for (n, (to, (low, high))) in codes.iter_mut().zip(low.iter().zip(high)).enumerate() {
+        let (low, high) = (code(*low), code(*high));
+        *to = low & 15 | high << 4;
+        upper |= u32::from(low >> 4) << n | u32::from(high >> 4) << (n + NUMBERS / 2);
+    }
+    upper
+}
+
+fn word(bytes: &[u8]) -> u32 {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+pub(super) fn dequantize_q4_1(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in pairs::<_, _, Q4_1_BYTES, NUMBERS>(bytes, out) {
+        let (scale, least) = (half_at(block, 0), half_at(block, 2));
+        spread(0, &block[4..], out, |code| scale * f32::from(code) + least);
+    }
+}
+
+pub(super) fn dequantize_q5_0(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in pairs::<_, _, Q5_0_BYTES, NUMBERS>(bytes, out) {
+        let scale = half_at(block, 0);
+        spread(word(&block[2..]), &block[6..], out, |code| scale * f32::from(code as i8 - 16));
+    }
+}
+
+pub(super) fn dequantize_q5_1(bytes: &[u8], out: &mut [f32]) {
+    for (block, out) in pairs::<_, _, Q5_1_BYTES, NUMBERS>(bytes, out) {
+        let (scale, least) = (half_at(block, 0), half_at(block, 2));
+        spread(word(&block[4..]), &block[8..], out, |code| scale * f32::from(code) + least);
+    }
+}
+
+/// Least number, scale and its inverse of a block with that many steps.
+fn range(values: &[f32], steps: f32) -> (f32, f32, f32) {
+    let least = values.iter().copied().fold(f32::INFINITY, f32::min);
+    let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let scale = (largest - least) / steps;
+    (least, scale, inverse(scale))
+}
+
+pub(super) fn quantize_q4_1(values: &[f32], out: &mut [u8]) {
+    for (values, block) in pairs::<_, _, NUMBERS, Q4_1_BYTES>(values, out) {
+        let values = &values.map(|value| bounded(value, 1.0));
+        let (least, scale, inverse) = range(values, 15.0);
+        put_half(block, 0, scale);
+        put_half(block, 2, least);
+        gather(values, &mut block[4..], |value| (((value - least) * inverse + 0.5) as u8).min(15));
+    }
+}
+
+/// As in Q4_0: the number of the largest magnitude, the first of equals, becomes -16.
+pub(super) fn quantize_q5_0(values: &[f32], out: &mut [u8]) {
+    for (values, block) in pairs::<_, _, NUMBERS, Q5_0_BYTES>(values, out) {
+        let values = &values.map(|value| bounded(value, 16.0));
+        let further = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
+        let scale = values.iter().fold(0.0, further) / -16.0;
+        let inverse = inverse(scale);
+        put_half(block, 0, scale);
+        let upper = gather(values, &mut block[6..], |value| ((value * inverse + 16.5) as i8).min(31) as u8);
+        block[2..6].copy_from_slice(&upper.to_le_bytes());
+    }
+}
+
+pub(super) fn quantize_q5_1(values: &[f32], out: &mut [u8]) {
+    for (values, block) in pairs::<_, _, NUMBERS, Q5_1_BYTES>(values, out) {
+        let values = &values.map(|value| bounded(value, 1.0));
+        let (least, scale, inverse) = range(values, 31.0);
+        put_half(block, 0, scale);
+        put_half(block, 2, least);
+        let upper =
+            gather(values, &mut block[8..], |value| (((value - least) * inverse + 0.5) as u8).min(31));
+        block[4..8].copy_from_slice(&upper.to_le_bytes());
+    }
+}
+
+/// A code is 128 more than the byte says.
+pub(super) fn split_q8_0(block: &[u8], codes: &mut [u8], head: &mut [u8]) {
+    head.copy_from_slice(&block[..SCALE_BYTES]);
+    codes.iter_mut().zip(&block[SCALE_BYTES..]).for_each(|(code, byte)| *code = byte ^ 0x80);
+}
+
+pub(super) fn join_q8_0(codes: &[u8], head: &[u8], block: &mut [u8]) {
+    block[..SCALE_BYTES].copy_from_slice(head);
+    block[SCALE_BYTES..].iter_mut().zip(codes).for_each(|(byte, code)| *byte = code ^ 0x80);
+}
+
+pub(super) fn split_q4<const HEAD: usize>(block: &[u8], codes: &mut [u8], head: &mut [u8]) {
+    head.copy_from_slice(&block[..HEAD]);
+    let (low, high) = codes.split_at_mut(NUMBERS / 2);
+    for ((low, high), both) in low.iter_mut().zip(high).zip(&block[HEAD..]) {
+        (*low, *high) = (both & 15, both >> 4);
+    }
+}
+
+pub(super) fn join_q4<const HEAD: usize>(codes: &[u8], head: &[u8], block: &mut [u8]) {
+    block[..HEAD].copy_from_slice(head);
+    let (low, high) = codes.split_at(NUMBERS / 2);
+    for ((low, high), both) in low.iter().zip(high).zip(&mut block[HEAD..]) {
+        *both = low | high << 4;
     }
 }
 
@@ -100,13 +225,13 @@ mod tests {
 
     fn coded(ty: QuantType, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; ty.bytes(values.len()).unwrap()];
-        (ty.row().quantize)(values, &mut bytes);
+        ty.quantize(values, &mut bytes);
         bytes
     }
 
     fn values(ty: QuantType, bytes: &[u8], count: usize) -> Vec<f32> {
         let mut values = vec![f32::NAN; count];
-        (ty.row().dequantize)(bytes, &mut values);
+        ty.dequantize(bytes, &mut values);
         values
     }
 

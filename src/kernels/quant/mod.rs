@@ -3,12 +3,32 @@
 //! Invariant: whatever is known about a format's bytes is known here; a backend may be faster than
 //! these definitions, never different from them.
 
-pub mod blocks;
+mod affine;
 
-use half::{bf16, f16};
+mod blocks;
 
-/// How the numbers of a matrix, or of the KV cache, are stored.
+mod few;
+
+mod group;
+
+mod input;
+
+mod parts;
+
+mod search;
+
+mod superblocks;
+
+mod table;
+
+pub use input::{INPUT_BLOCK, InputBlock, Inputs};
+pub use parts::Parts;
+
+use half::f16;
+
+/// How the numbers of a matrix, or of the KV cache, are stored. Their layouts are in the files named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(non_camel_case_types)] // the names that files and papers have
 pub enum QuantType {
     /// IEEE 754 binary32.
     F32,
@@ -16,11 +36,43 @@ pub enum QuantType {
     F16,
     /// The upper half of an F32.
     BF16,
-    /// Blocks of 32 signed bytes with a scale; see [`blocks`].
+    // blocks.rs
     Q8_0,
-    /// Blocks of 32 half-bytes with a scale; see [`blocks`].
     Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    // superblocks.rs
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    // few.rs
+    IQ4_NL,
+    IQ4_XS,
+    TQ1_0,
+    TQ2_0,
+    MXFP4,
+    // affine.rs
+    Q8_B32T1,
+    Q6_B64T1,
+    Q5_B64T1,
+    Q4_B64T1,
+    Q4_B32T1A,
+    Q4_B32T1B,
+    Q4_B16,
+    Q3H_B64T1,
+    Q3_B32T1A,
+    Q3_B32T1B,
+    Q2_B32T1A,
+    Q2_B32T1B,
+    // group.rs
+    G4_B64,
 }
+
+/// Writes the codes of whole blocks: values (n * block_elements) to codes (n * block_bytes).
+pub type Quantize = fn(values: &[f32], out: &mut [u8]);
 
 /// One row of the table. Lengths in elements and bytes.
 pub struct QuantRow {
@@ -28,63 +80,26 @@ pub struct QuantRow {
     pub ty: QuantType,
     /// The name used in configuration, logs and `inspect`.
     pub name: &'static str,
+    /// Other names that configuration takes.
+    pub aliases: &'static [&'static str],
     /// Elements in one block; a matrix row holds a whole number of blocks.
     pub block_elements: usize,
     /// Bytes of one block.
     pub block_bytes: usize,
     /// Writes the values of whole blocks: `bytes` (n * block_bytes) to `out` (n * block_elements).
     pub dequantize: fn(bytes: &[u8], out: &mut [f32]),
-    /// Writes the nearest codes of whole blocks: `values` (n * block_elements) to `out` (n * block_bytes).
-    pub quantize: fn(values: &[f32], out: &mut [u8]),
+    /// `None` for formats that are only read.
+    pub quantize: Option<Quantize>,
+    /// What lies in a block, in order.
+    pub layout: &'static str,
+    /// What the format is good for.
+    pub purpose: &'static str,
 }
-
-static TABLE: [QuantRow; 5] = [
-    QuantRow {
-        ty: QuantType::F32,
-        name: "f32",
-        block_elements: 1,
-        block_bytes: 4,
-        dequantize: |bytes, out| decode(bytes, out, f32::from_le_bytes),
-        quantize: |values, out| encode(values, out, f32::to_le_bytes),
-    },
-    QuantRow {
-        ty: QuantType::F16,
-        name: "f16",
-        block_elements: 1,
-        block_bytes: 2,
-        dequantize: |bytes, out| decode(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
-        quantize: |values, out| encode(values, out, |v| f16::from_f32(v).to_le_bytes()),
-    },
-    QuantRow {
-        ty: QuantType::BF16,
-        name: "bf16",
-        block_elements: 1,
-        block_bytes: 2,
-        dequantize: |bytes, out| decode(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-        quantize: |values, out| encode(values, out, |v| bf16::from_f32(v).to_le_bytes()),
-    },
-    QuantRow {
-        ty: QuantType::Q8_0,
-        name: "q8_0",
-        block_elements: blocks::NUMBERS,
-        block_bytes: blocks::Q8_0_BYTES,
-        dequantize: blocks::dequantize_q8_0,
-        quantize: blocks::quantize_q8_0,
-    },
-    QuantRow {
-        ty: QuantType::Q4_0,
-        name: "q4_0",
-        block_elements: blocks::NUMBERS,
-        block_bytes: blocks::Q4_0_BYTES,
-        dequantize: blocks::dequantize_q4_0,
-        quantize: blocks::quantize_q4_0,
-    },
-];
 
 impl QuantType {
     /// Every type, in table order.
     pub fn all() -> impl Iterator<Item = QuantType> {
-        TABLE.iter().map(|row| row.ty)
+        table::TABLE.iter().map(|row| row.ty)
     }
 
     /// Those that store each number by itself, as keys and values must be stored, in table order.
@@ -99,19 +114,38 @@ impl QuantType {
 
     /// The type's row of the table.
     pub fn row(self) -> &'static QuantRow {
-        let row = &TABLE[self as usize];
+        let row = &table::TABLE[self as usize];
         debug_assert_eq!(row.ty, self);
         row
     }
 
-    /// The type of that name, if there is one.
+    /// The type of that name, or of that other name, if there is one; upper and lower case are the same.
     pub fn by_name(name: &str) -> Option<QuantType> {
-        TABLE.iter().find(|row| row.name.eq_ignore_ascii_case(name)).map(|row| row.ty)
+        let names = |row: &&QuantRow| {
+            row.name.eq_ignore_ascii_case(name)
+                || row.aliases.iter().any(|alias| alias.eq_ignore_ascii_case(name))
+        };
+        table::TABLE.iter().find(names).map(|row| row.ty)
     }
 
     /// The name used in configuration, logs and `inspect`.
     pub fn name(self) -> &'static str {
         self.row().name
+    }
+
+    /// How blocks are taken apart, where a backend may do so.
+    pub fn parts(self) -> Option<Parts> {
+        parts::of(self)
+    }
+
+    /// Whether products with weights of this type take the other operand as codes, on a device of these inputs.
+    pub fn takes_codes(self, inputs: Inputs) -> bool {
+        inputs == Inputs::Coded && self.parts().is_some()
+    }
+
+    /// Bits that a number takes, its share of the block's scales counted.
+    pub fn bits(self) -> f64 {
+        self.row().block_bytes as f64 * 8.0 / self.row().block_elements as f64
     }
 
     /// Bytes that `elements` numbers take; `None` when they are no whole number of blocks or overflow.
@@ -122,6 +156,17 @@ impl QuantType {
         }
         (elements / row.block_elements).checked_mul(row.block_bytes)
     }
+
+    /// Writes the values of whole blocks.
+    pub fn dequantize(self, bytes: &[u8], out: &mut [f32]) {
+        (self.row().dequantize)(bytes, out);
+    }
+
+    /// Writes the codes of whole blocks. The type is one that is written.
+    pub fn quantize(self, values: &[f32], out: &mut [u8]) {
+        let quantize = self.row().quantize.expect("a format that is only read is not written; this is a bug");
+        quantize(values, out);
+    }
 }
 
 impl std::fmt::Display for QuantType {
@@ -130,48 +175,25 @@ impl std::fmt::Display for QuantType {
     }
 }
 
-fn decode<const N: usize>(bytes: &[u8], out: &mut [f32], value: impl Fn([u8; N]) -> f32) {
-    let (codes, rest) = bytes.as_chunks::<N>();
-    assert!(rest.is_empty() && codes.len() == out.len());
-    for (o, code) in out.iter_mut().zip(codes) {
-        *o = value(*code);
-    }
+/// What a block can hold that stores numbers as F16: a NaN counts as 0, and what F16 cannot hold as its largest number.
+fn finite(value: f32) -> f32 {
+    bounded(value, 1.0)
 }
 
-fn encode<const N: usize>(values: &[f32], out: &mut [u8], code: impl Fn(f32) -> [u8; N]) {
-    let (codes, rest) = out.as_chunks_mut::<N>();
-    assert!(rest.is_empty() && codes.len() == values.len());
-    for (c, v) in codes.iter_mut().zip(values) {
-        *c = code(*v);
-    }
+/// The same where the largest number is that many times F16's.
+fn bounded(value: f32, times: f32) -> f32 {
+    let largest = times * f16::MAX.to_f32();
+    if value.is_nan() { 0.0 } else { value.clamp(-largest, largest) }
+}
+
+/// The F16 at that place.
+fn half_at(bytes: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
+}
+
+fn put_half(bytes: &mut [u8], at: usize, value: f32) {
+    bytes[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn table_rows_stand_where_their_type_says() {
-        for ty in QuantType::all() {
-            assert_eq!(ty.row().ty, ty);
-            assert_eq!(QuantType::by_name(&ty.name().to_uppercase()), Some(ty));
-        }
-    }
-
-    #[test]
-    fn representable_values_survive_and_ties_go_to_even() {
-        let values = [0.0f32, -0.0, 1.0, -2.5, 0.15625, 1024.0];
-        for ty in QuantType::unblocked() {
-            let mut bytes = vec![0; ty.bytes(values.len()).unwrap()];
-            let mut back = [0f32; 6];
-            (ty.row().quantize)(&values, &mut bytes);
-            (ty.row().dequantize)(&bytes, &mut back);
-            assert_eq!(values.map(f32::to_bits), back.map(f32::to_bits), "{ty}");
-        }
-        let mut half_ulp = [0u8; 2];
-        (QuantType::F16.row().quantize)(&[1.0 + 1.0 / 2048.0], &mut half_ulp);
-        assert_eq!(u16::from_le_bytes(half_ulp), 0x3c00);
-        (QuantType::BF16.row().quantize)(&[1.0 + 3.0 / 256.0], &mut half_ulp);
-        assert_eq!(u16::from_le_bytes(half_ulp), 0x3f82);
-    }
-}
+mod tests;

@@ -8,7 +8,8 @@ use crate::backend::{
     Scoring, Weight,
 };
 use crate::host::HostBuf;
-use crate::quant::QuantType;
+use crate::quant::{InputBlock, Inputs, QuantType};
+use std::borrow::Cow;
 use std::f64::consts::{FRAC_2_SQRT_PI, PI, SQRT_2};
 
 /// K (places, k_dim) and V (places, v_dim) of one KV head at those places of the cache.
@@ -157,23 +158,34 @@ pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
 }
 
 /// What one expert makes of x (hidden).
-pub(super) fn expert_mlp(expert: &Expert<HostBuf>, act: Activation, x: &[f32]) -> Vec<f32> {
-    let gate = product(&expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
+pub(super) fn expert_mlp(inputs: Inputs, expert: &Expert<HostBuf>, act: Activation, x: &[f32]) -> Vec<f32> {
+    let gate = product(inputs, &expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
     let inner: Vec<f32> = match &expert.up {
-        Some(up) => gate.zip(product(up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect(),
+        Some(up) => {
+            gate.zip(product(inputs, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
+        }
         None => gate.map(|gate| gate as f32).collect(),
     };
-    product(&expert.down, &inner)
+    product(inputs, &expert.down, &inner)
 }
 
 /// w (out, in) · x (in)
-fn product(w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+fn product(inputs: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+    let x = &*as_taken(w.ty.takes_codes(inputs), x);
     let mut weights = vec![0.0; w.inp];
     let row = |o| {
         read_codes(w.ty, &w.buf, o, &mut weights);
         dot(x, &weights) as f32
     };
     (0..w.out).map(row).collect()
+}
+
+/// x, or what its codes stand for.
+pub(super) fn as_taken(takes_codes: bool, x: &[f32]) -> Cow<'_, [f32]> {
+    match takes_codes {
+        true => x.as_chunks().0.iter().flat_map(|x| InputBlock::of(x).values()).collect(),
+        false => Cow::Borrowed(x),
+    }
 }
 
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
@@ -183,13 +195,13 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
 /// Reads vector number `index` of `out.len()` elements.
 pub(super) fn read_codes(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
     let bytes = vector_bytes(ty, out.len());
-    (ty.row().dequantize)(&from.bytes()[index * bytes..][..bytes], out);
+    ty.dequantize(&from.bytes()[index * bytes..][..bytes], out);
 }
 
 /// Writes vector number `index` of `values.len()` elements.
 pub(super) fn write_codes(ty: QuantType, values: &[f32], to: &mut HostBuf, index: usize) {
     let bytes = vector_bytes(ty, values.len());
-    (ty.row().quantize)(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
+    ty.quantize(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
 }
 
 fn vector_bytes(ty: QuantType, elements: usize) -> usize {

@@ -24,11 +24,11 @@ use crate::batch::{
 };
 use crate::collective::Collective;
 use crate::host::HostBuf;
-use crate::quant::QuantType;
+use crate::quant::{Inputs, QuantType};
 use crate::stage::Stage;
 use formulas::{
-    activated, angles_of, capped, distance_bias, dot, expert_mlp, history, mix, normalise, read_codes,
-    routed, scores, sigmoid, write_codes,
+    activated, angles_of, as_taken, capped, distance_bias, dot, expert_mlp, history, mix, normalise,
+    read_codes, routed, scores, sigmoid, write_codes,
 };
 use rows::{Part, SlotState, visible};
 use std::ops::Range;
@@ -37,6 +37,7 @@ use std::ops::Range;
 #[derive(Debug, Default)]
 pub struct Reference {
     stage: Stage,
+    inputs: Inputs,
     limits: Option<StepLimits>,
     slots: Vec<SlotState>,
     /// Rows of the step begun last, by stack.
@@ -49,9 +50,14 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// An oracle without slots; [`Backend::prepare`] makes them.
+    /// An oracle without slots; [`Backend::prepare`] makes them. Its inputs stay as they are.
     pub fn new() -> Reference {
-        Reference::default()
+        Reference::with(Inputs::Plain)
+    }
+
+    /// One of these inputs.
+    pub fn with(inputs: Inputs) -> Reference {
+        Reference { inputs, ..Reference::default() }
     }
 }
 
@@ -60,6 +66,10 @@ impl Backend for Reference {
 
     fn describe(&self) -> String {
         "reference (scalar F64, 1 thread)".into()
+    }
+
+    fn inputs(&self) -> Inputs {
+        self.inputs
     }
 
     fn join(&mut self, stage: Box<dyn Collective>) {
@@ -97,6 +107,10 @@ impl Backend for Reference {
         let mut buf = HostBuf::zeroed(bytes.len())?;
         buf.bytes_mut().copy_from_slice(bytes);
         Ok(Weight { buf, ty, out, inp })
+    }
+
+    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize {
+        ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out
     }
 
     /// Both buffers are (pages, page_positions, kv_heads, width) in codes of `layout.ty`.
@@ -170,6 +184,7 @@ impl Backend for Reference {
     ) {
         let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
         let mut weights = vec![0.0; w.inp];
+        let x = &*as_taken(w.ty.takes_codes(self.inputs), x);
         for o in 0..w.out {
             read_codes(w.ty, &w.buf, o, &mut weights);
             let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[o]));
@@ -325,7 +340,8 @@ impl Backend for Reference {
                 routed(shape, logits).into_iter().filter(|(expert, _)| held.contains(expert))
             {
                 let expert = &experts[expert - held.start];
-                let given = expert_mlp(expert, shape.activation, &x.f32()[r * hidden..][..hidden]);
+                let given =
+                    expert_mlp(self.inputs, expert, shape.activation, &x.f32()[r * hidden..][..hidden]);
                 sum.iter_mut().zip(given).for_each(|(sum, y)| *sum += score * f64::from(y));
             }
             let y = &mut y.f32_mut()[r * hidden..][..hidden];

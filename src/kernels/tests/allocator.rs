@@ -3,6 +3,7 @@
 //!
 //! Invariant: every operation of a step is in [`Everything::step`].
 
+use mainstem_kernels::Inputs;
 use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
@@ -65,7 +66,8 @@ const MIXTURE: MoeShape = MoeShape {
 };
 
 fn main() {
-    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto }).expect("the CPU is there");
+    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Coded })
+        .expect("the CPU is there");
     let (mut everything, batch) = (Everything::new(cpu), batch());
     let mut out = StepOutput::with_capacity(&LIMITS);
     let buffers = HostBuf::allocated();
@@ -237,7 +239,7 @@ fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {
 
 fn matrix(cpu: &mut CpuBackend, out: usize, tag: u32) -> Weight<HostBuf> {
     let mut codes = vec![0; QuantType::F16.bytes(out * WIDTH).expect("whole blocks")];
-    (QuantType::F16.row().quantize)(&noise(tag, out * WIDTH), &mut codes);
+    QuantType::F16.quantize(&noise(tag, out * WIDTH), &mut codes);
     cpu.upload_weight(QuantType::F16, out, WIDTH, &codes).expect("there is room")
 }
 

@@ -152,7 +152,7 @@ impl<'a> Settings<'a> {
             tensor.shape
         );
         let mut numbers = vec![0.0; count];
-        (ty.row().dequantize)(&tensor.bytes(), &mut numbers);
+        ty.dequantize(&tensor.bytes(), &mut numbers);
         let numbers = numbers.into_iter().map(number).collect::<Option<Vec<_>>>();
         let numbers = numbers.with_context(|| format!("{}: it has numbers that are not finite", file()))?;
         self.checkpoint.forget(name);

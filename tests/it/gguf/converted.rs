@@ -106,7 +106,7 @@ impl Conversion {
             let Some(name) = self.name(tensor.name) else { continue };
             let ty = tensor.quant_type().expect("it is a number format");
             let mut numbers = vec![0.0; tensor.shape.iter().product()];
-            (ty.row().dequantize)(&tensor.bytes(), &mut numbers);
+            ty.dequantize(&tensor.bytes(), &mut numbers);
             tensors.insert(name, Matrix { shape: tensor.shape.to_vec(), numbers, ty });
         }
         tensors
@@ -252,7 +252,7 @@ impl Matrix {
 
     fn written(&self, name: &str) -> Tensor {
         let mut bytes = vec![0; self.ty.bytes(self.numbers.len()).expect("whole numbers")];
-        (self.ty.row().quantize)(&self.numbers, &mut bytes);
+        self.ty.quantize(&self.numbers, &mut bytes);
         let id = match self.ty {
             QuantType::F32 => 0,
             QuantType::F16 => 1,

@@ -257,7 +257,7 @@ async fn a_group_that_cannot_be_rebuilt_shows_in_the_status_and_is_tried_again_u
     let script = Script::new(Shape(1, 2), [failure]);
     let status = Arc::new(Status::new(Duration::ZERO, 0));
     let config = GroupConfig { status: status.clone(), ..config(script.shape) };
-    let (group, _) = Group::start(failing_builds(&script, 1, &[1]), config).await.expect("it starts");
+    let (group, _) = Group::start(failing_builds(&script, 1, &[1, 2, 3]), config).await.expect("it starts");
     assert!(run(&group, 1).await[0].is_err());
     let began = Instant::now();
     for stalls in [true, false] {
@@ -266,7 +266,7 @@ async fn a_group_that_cannot_be_rebuilt_shows_in_the_status_and_is_tried_again_u
             tokio::task::yield_now().await;
         }
     }
-    assert_eq!(script.builds[0].load(Ordering::SeqCst), 3);
+    assert!(script.builds[0].load(Ordering::SeqCst) >= 3);
     assert!(run(&group, 5).await.iter().all(Result::is_ok));
     group.stop();
     script.threads_end();

@@ -79,7 +79,7 @@ fn tensors_have_their_shapes_and_bytes_wherever_they_lie() {
 
 #[test]
 fn types_that_cannot_be_computed_with_are_told_by_their_names() {
-    for (id, name) in [(12, "q4_K"), (14, "q6_K"), (99, "type 99")] {
+    for (id, name) in [(16, "iq2_xxs"), (17, "iq2_xs"), (99, "type 99")] {
         let (_folder, opened) = open_made(&Made::sample(3).with(|made| {
             made.tensors[0] = ("m", vec![256], id, 192);
             made.data.resize(192 + 256, 0);

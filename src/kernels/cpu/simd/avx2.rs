@@ -2,6 +2,7 @@
 //!
 //! Invariant: an `Avx2` exists only on a CPU that has the features its shim enables.
 
+use super::ints::{IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
@@ -159,5 +160,116 @@ unsafe fn scale_half(v: __m256, shifted: __m256) -> __m256 {
         let low = _mm256_slli_epi32::<23>(_mm256_add_epi32(half, bias));
         let high = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias));
         _mm256_mul_ps(_mm256_mul_ps(v, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high))
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn int_shim<K: IntKernel>(simd: Avx2, kernel: K) -> K::Out {
+    kernel.run(simd)
+}
+
+/// Lanes 0..8 and 8..16 of whole numbers, or of four bytes each.
+#[derive(Clone, Copy)]
+pub struct W(__m256i, __m256i);
+
+/// The same of both halves.
+macro_rules! both {
+    ([$($half:ident = $whole:ident),*] $expression:expr) => {
+        // SAFETY: `self` proves the features.
+        unsafe { W({ $(let $half = $whole.0;)* $expression }, { $(let $half = $whole.1;)* $expression }) }
+    };
+}
+
+impl Ints for Avx2 {
+    type B = W;
+    type I = W;
+    const CODE_ROWS: usize = 2;
+    const CODE_OUTS: usize = 1;
+
+    #[inline(always)]
+    fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        proven!(int_shim(self, kernel))
+    }
+
+    #[inline(always)]
+    unsafe fn bytes(self, at: *const u8) -> W {
+        // SAFETY: `self` proves the features, the caller the 64 bytes.
+        unsafe { W(_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())) }
+    }
+    #[inline(always)]
+    fn no_bytes(self) -> W {
+        self.zero()
+    }
+    #[inline(always)]
+    fn bits(self, b: W, from: u32, n: u32) -> W {
+        let mask = ((1u32 << n) - 1) as i8;
+        both!([b = b] {
+            let shifted = _mm256_srl_epi16(b, _mm_cvtsi32_si128(from as i32));
+            _mm256_and_si256(shifted, _mm256_set1_epi8(mask))
+        })
+    }
+    #[inline(always)]
+    fn over(self, a: W, b: W, by: u32) -> W {
+        both!([a = a, b = b] _mm256_or_si256(a, _mm256_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
+    }
+    #[inline(always)]
+    fn elevens(self, b: W) -> [W; 2] {
+        // b / 11 = b * 373 / 4096 for b below 128, in words of 16 bits.
+        let divided = both!([b = b] {
+            let low = _mm256_and_si256(b, _mm256_set1_epi16(127));
+            let high = _mm256_and_si256(_mm256_srli_epi16::<8>(b), _mm256_set1_epi16(127));
+            let by = _mm256_set1_epi16(373);
+            let low = _mm256_srli_epi16::<12>(_mm256_mullo_epi16(low, by));
+            let high = _mm256_srli_epi16::<12>(_mm256_mullo_epi16(high, by));
+            _mm256_or_si256(low, _mm256_slli_epi16::<8>(high))
+        });
+        let rest = both!([b = b, d = divided] {
+            let eleven = _mm256_mullo_epi16(d, _mm256_set1_epi16(11));
+            _mm256_sub_epi8(_mm256_and_si256(b, _mm256_set1_epi8(127)), eleven)
+        });
+        [rest, divided]
+    }
+
+    #[inline(always)]
+    unsafe fn word(self, at: *const u8) -> W {
+        // SAFETY: `self` proves the features, the caller the four bytes.
+        let word = unsafe { _mm256_set1_epi32(at.cast::<i32>().read_unaligned()) };
+        W(word, word)
+    }
+    #[inline(always)]
+    fn zero(self) -> W {
+        proven!(W(_mm256_setzero_si256(), _mm256_setzero_si256()))
+    }
+    #[inline(always)]
+    fn sub_ints(self, a: W, b: W) -> W {
+        both!([a = a, b = b] _mm256_sub_epi32(a, b))
+    }
+    #[inline(always)]
+    fn times_power(self, i: W, by: u32) -> W {
+        both!([i = i] _mm256_sll_epi32(i, _mm_cvtsi32_si128(by as i32)))
+    }
+    #[inline(always)]
+    fn dot(self, sum: W, w: W, x: W) -> W {
+        // Two products of whole bytes do not fit 16 bits: the upper bit of w goes by itself.
+        both!([sum = sum, w = w, x = x] {
+            let ones = _mm256_set1_epi16(1);
+            let low = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi8(127)), x);
+            let upper = _mm256_and_si256(_mm256_srli_epi16::<7>(w), _mm256_set1_epi8(1));
+            let high = _mm256_madd_epi16(_mm256_maddubs_epi16(upper, x), _mm256_set1_epi16(128));
+            _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(low, ones), high))
+        })
+    }
+    #[inline(always)]
+    fn to_float(self, i: W) -> V {
+        proven!(V(_mm256_cvtepi32_ps(i.0), _mm256_cvtepi32_ps(i.1)))
+    }
+    #[inline(always)]
+    fn small(self, bytes: [u8; LANES]) -> V {
+        // SAFETY: `self` proves the features; the bytes are read whole.
+        unsafe {
+            let bytes = _mm_loadu_si128(bytes.as_ptr().cast());
+            let (low, high) = (_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)));
+            V(_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
+        }
     }
 }

@@ -1,21 +1,31 @@
 //! AVX-512: a vector is one register.
 //!
-//! Invariant: an `Avx512` exists only on a CPU that has the features its shim enables.
+//! What came later than its first CPUs, VNNI and VBMI, is used for products of codes where it is there; the type's parameter
+//! says that it is.
+//! Invariant: an `Avx512` exists only on a CPU that has the features its shims enable.
 
+use super::ints::{IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
-/// Proof that this CPU has AVX-512F, AVX2, FMA and F16C.
+/// Proof that this CPU has AVX-512 F and BW, AVX2, FMA and F16C; with NEW also VNNI and VBMI.
 #[derive(Clone, Copy)]
-pub struct Avx512(());
+pub struct Avx512<const NEW: bool>(());
 
-impl Avx512 {
+impl Avx512<false> {
     /// The proof, if there is one.
-    pub fn new() -> Option<Avx512> {
+    pub fn new() -> Option<Avx512<false>> {
         let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
+        has.then_some(Avx512(()))
+    }
+
+    /// The proof that there is more, if there is.
+    fn newer(self) -> Option<Avx512<true>> {
+        let has = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
         has.then_some(Avx512(()))
     }
 }
@@ -28,12 +38,22 @@ macro_rules! proven {
     };
 }
 
-#[target_feature(enable = "avx512f,avx2,fma,f16c")]
-fn shim<K: Kernel>(simd: Avx512, kernel: K) -> K::Out {
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
+fn shim<K: Kernel, const NEW: bool>(simd: Avx512<NEW>, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
-impl Simd for Avx512 {
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
+fn int_shim<K: IntKernel>(simd: Avx512<false>, kernel: K) -> K::Out {
+    kernel.run(simd)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512vbmi,avx2,fma,f16c")]
+fn new_shim<K: IntKernel>(simd: Avx512<true>, kernel: K) -> K::Out {
+    kernel.run(simd)
+}
+
+impl<const NEW: bool> Simd for Avx512<NEW> {
     type V = __m512;
     const TILE_ROWS: usize = 8;
     const TILE_OUTS: usize = 3;
@@ -141,6 +161,123 @@ impl Simd for Avx512 {
             sums
         })
     }
+}
+
+impl<const NEW: bool> Ints for Avx512<NEW> {
+    type B = __m512i;
+    type I = __m512i;
+    const CODE_ROWS: usize = 6;
+    const CODE_OUTS: usize = 2;
+
+    #[inline(always)]
+    fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        match Avx512::<false>(()).newer() {
+            Some(newer) => proven!(new_shim(newer, kernel)),
+            None => proven!(int_shim(Avx512::<false>(()), kernel)),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes(self, at: *const u8) -> __m512i {
+        // SAFETY: `self` proves the features, the caller the 64 bytes.
+        unsafe { _mm512_loadu_si512(at.cast()) }
+    }
+    #[inline(always)]
+    fn no_bytes(self) -> __m512i {
+        self.zero()
+    }
+    #[inline(always)]
+    fn bits(self, b: __m512i, from: u32, n: u32) -> __m512i {
+        let mask = ((1u32 << n) - 1) as i8;
+        proven!({
+            let shifted = _mm512_srl_epi16(b, _mm_cvtsi32_si128(from as i32));
+            _mm512_and_si512(shifted, _mm512_set1_epi8(mask))
+        })
+    }
+    #[inline(always)]
+    fn over(self, a: __m512i, b: __m512i, by: u32) -> __m512i {
+        proven!(_mm512_or_si512(a, _mm512_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
+    }
+    #[inline(always)]
+    fn elevens(self, b: __m512i) -> [__m512i; 2] {
+        if NEW {
+            // SAFETY: NEW proves VBMI, whose permutation looks at the lower seven bits.
+            return unsafe {
+                let table = |table: &[u8; 128]| {
+                    let halves = table.as_ptr();
+                    let (low, high) =
+                        (_mm512_loadu_si512(halves.cast()), _mm512_loadu_si512(halves.add(64).cast()));
+                    _mm512_permutex2var_epi8(low, b, high)
+                };
+                [table(&MODULO), table(&DIVIDED)]
+            };
+        }
+        proven!({
+            // b / 11 = b * 373 / 4096 for b below 128, in words of 16 bits.
+            let by = _mm512_set1_epi16(373);
+            let low = _mm512_and_si512(b, _mm512_set1_epi16(127));
+            let high = _mm512_and_si512(_mm512_srli_epi16::<8>(b), _mm512_set1_epi16(127));
+            let low = _mm512_srli_epi16::<12>(_mm512_mullo_epi16(low, by));
+            let high = _mm512_srli_epi16::<12>(_mm512_mullo_epi16(high, by));
+            let divided = _mm512_or_si512(low, _mm512_slli_epi16::<8>(high));
+            let eleven = _mm512_mullo_epi16(divided, _mm512_set1_epi16(11));
+            [_mm512_sub_epi8(_mm512_and_si512(b, _mm512_set1_epi8(127)), eleven), divided]
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn word(self, at: *const u8) -> __m512i {
+        // SAFETY: `self` proves the features, the caller the four bytes.
+        unsafe { _mm512_set1_epi32(at.cast::<i32>().read_unaligned()) }
+    }
+    #[inline(always)]
+    fn zero(self) -> __m512i {
+        proven!(_mm512_setzero_si512())
+    }
+    #[inline(always)]
+    fn sub_ints(self, a: __m512i, b: __m512i) -> __m512i {
+        proven!(_mm512_sub_epi32(a, b))
+    }
+    #[inline(always)]
+    fn times_power(self, i: __m512i, by: u32) -> __m512i {
+        proven!(_mm512_sll_epi32(i, _mm_cvtsi32_si128(by as i32)))
+    }
+    #[inline(always)]
+    fn dot(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        if NEW {
+            // SAFETY: NEW proves VNNI.
+            return unsafe { _mm512_dpbusd_epi32(sum, w, x) };
+        }
+        proven!({
+            // Two products of whole bytes do not fit 16 bits: the upper bit of w goes by itself.
+            let low = _mm512_maddubs_epi16(_mm512_and_si512(w, _mm512_set1_epi8(127)), x);
+            let upper = _mm512_and_si512(_mm512_srli_epi16::<7>(w), _mm512_set1_epi8(1));
+            let high = _mm512_madd_epi16(_mm512_maddubs_epi16(upper, x), _mm512_set1_epi16(128));
+            _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(low, _mm512_set1_epi16(1)), high))
+        })
+    }
+    #[inline(always)]
+    fn to_float(self, i: __m512i) -> __m512 {
+        proven!(_mm512_cvtepi32_ps(i))
+    }
+    #[inline(always)]
+    fn small(self, bytes: [u8; LANES]) -> __m512 {
+        proven!(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes.as_ptr().cast()))))
+    }
+}
+
+/// What 0 to 127 leave when divided by 11, and how often 11 goes.
+static MODULO: [u8; 128] = elevenths(false);
+static DIVIDED: [u8; 128] = elevenths(true);
+
+const fn elevenths(is_quotient: bool) -> [u8; 128] {
+    let mut table = [0; 128];
+    let mut i = 0;
+    while i < 128 {
+        table[i] = if is_quotient { i / 11 } else { i % 11 } as u8;
+        i += 1;
+    }
+    table
 }
 
 /// Lanes i and i + 8 of `a`, added, in the lower half; those of `b` in the upper.

@@ -13,10 +13,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod ints;
 mod portable;
-mod stored;
 
-pub use stored::{ForStored, Stored, with_stored};
+pub use ints::{BYTES, IntKernel, Ints};
 
 mod functions;
 
@@ -98,7 +98,7 @@ pub trait Kernel {
 #[derive(Clone, Copy)]
 pub enum Level {
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Avx512),
+    Avx512(avx512::Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     Portable(portable::Portable),
@@ -118,7 +118,7 @@ impl Level {
 
     #[cfg(target_arch = "x86_64")]
     fn avx512() -> Option<Level> {
-        avx512::Avx512::new().map(Level::Avx512)
+        avx512::Avx512::<false>::new().map(Level::Avx512)
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -148,6 +148,17 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(_) => Isa::Avx2,
             Level::Portable(_) => Isa::Portable,
+        }
+    }
+
+    /// Runs a kernel of whole numbers with the level's instruction set.
+    pub fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(simd) => simd.call_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(simd) => simd.call_ints(kernel),
+            Level::Portable(simd) => simd.call_ints(kernel),
         }
     }
 
@@ -237,13 +248,18 @@ pub trait ForCode {
     fn run<C: Code>(self) -> Self::Out;
 }
 
-/// Calls `op` with the code of `ty`.
+/// Whether numbers of `ty` are stored one by one, so that vectors are read where they lie.
+pub fn is_direct(ty: QuantType) -> bool {
+    !ty.is_blocked()
+}
+
+/// Calls `op` with the code of `ty`, a direct one.
 pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
     match ty {
         QuantType::F32 => op.run::<F32>(),
         QuantType::F16 => op.run::<F16>(),
         QuantType::BF16 => op.run::<Bf16>(),
-        QuantType::Q8_0 | QuantType::Q4_0 => unreachable!("no cache is made of {ty}; this is a bug"),
+        _ => unreachable!("{ty} does not store each number by itself; this is a bug"),
     }
 }
 

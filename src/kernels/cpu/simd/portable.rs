@@ -3,7 +3,7 @@
 //! Invariant: needs nothing of the CPU. Its products are rounded before they are added, so its bits differ
 //! from those of the sets with fused multiply-add.
 
-use super::stored::widen_f16;
+use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 
 /// No instruction set in particular.
@@ -105,4 +105,82 @@ impl Simd for Portable {
         }
         v[0]
     }
+}
+
+impl Ints for Portable {
+    type B = [u8; BYTES];
+    type I = [i32; LANES];
+    const CODE_ROWS: usize = 2;
+    const CODE_OUTS: usize = 1;
+
+    fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        kernel.run(self)
+    }
+
+    #[inline(always)]
+    unsafe fn bytes(self, at: *const u8) -> [u8; BYTES] {
+        // SAFETY: the caller's promise.
+        unsafe { at.cast::<[u8; BYTES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    fn no_bytes(self) -> [u8; BYTES] {
+        [0; BYTES]
+    }
+    #[inline(always)]
+    fn bits(self, b: [u8; BYTES], from: u32, n: u32) -> [u8; BYTES] {
+        b.map(|b| b >> from & ((1 << n) - 1))
+    }
+    #[inline(always)]
+    fn over(self, a: [u8; BYTES], b: [u8; BYTES], by: u32) -> [u8; BYTES] {
+        std::array::from_fn(|i| a[i] | b[i] << by)
+    }
+    #[inline(always)]
+    fn elevens(self, b: [u8; BYTES]) -> [[u8; BYTES]; 2] {
+        [b.map(|b| (b & 127) % 11), b.map(|b| (b & 127) / 11)]
+    }
+
+    #[inline(always)]
+    unsafe fn word(self, at: *const u8) -> [i32; LANES] {
+        // SAFETY: the caller's promise.
+        [unsafe { at.cast::<i32>().read_unaligned() }; LANES]
+    }
+    #[inline(always)]
+    fn zero(self) -> [i32; LANES] {
+        [0; LANES]
+    }
+    #[inline(always)]
+    fn sub_ints(self, a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    fn times_power(self, i: [i32; LANES], by: u32) -> [i32; LANES] {
+        i.map(|i| i << by)
+    }
+    #[inline(always)]
+    fn dot(self, sum: [i32; LANES], w: [u8; BYTES], x: [i32; LANES]) -> [i32; LANES] {
+        std::array::from_fn(|lane| {
+            let x = x[lane].to_le_bytes();
+            let product = |i: usize| i32::from(w[4 * lane + i]) * i32::from(x[i] as i8);
+            sum[lane] + product(0) + product(1) + product(2) + product(3)
+        })
+    }
+    #[inline(always)]
+    fn to_float(self, i: [i32; LANES]) -> V {
+        i.map(|i| i as f32)
+    }
+    #[inline(always)]
+    fn small(self, bytes: [u8; LANES]) -> V {
+        bytes.map(f32::from)
+    }
+}
+
+/// The value of an F16, without branches or table, so that it vectorises.
+#[inline(always)]
+fn widen_f16(x: u16) -> f32 {
+    const EXPONENT: u32 = 0x7c00;
+    let (magnitude, sign) = (u32::from(x & 0x7fff), u32::from(x & 0x8000) << 16);
+    // The product moves the exponent from one bias to the other, and makes small numbers normal.
+    let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let not_finite = magnitude << 13 | 0x7f80_0000;
+    f32::from_bits(sign | if magnitude >= EXPONENT { not_finite } else { finite })
 }

@@ -1,0 +1,86 @@
+//! Products with weights of every format: how fast a step reads them, and how fast it multiplies.
+//!
+//! `cargo bench -p mainstem-kernels --bench products [-- NAME...]` measures the formats named, or the fast ones. The weights are
+//! larger than any cache, so one row is a matter of memory; of many rows it is one of arithmetic. Medians; `THREADS=n` sets
+//! the threads.
+//! Invariant: every format multiplies the same shapes.
+
+use mainstem_kernels::conformance::noise;
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::{Backend, HostBuf, Inputs, QuantType, StepLimits, Weight};
+use std::time::Instant;
+
+/// (out, in), of a Llama of 1.1B.
+const SHAPE: (usize, usize) = (5632, 2048);
+/// Bytes of all matrices of a format together.
+const BYTES: usize = 400 << 20;
+const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 32, 512];
+const TIMES: usize = 7;
+
+fn main() {
+    let named: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let types: Vec<QuantType> = match named.is_empty() {
+        true => "f16 bf16 q8_0 q6_K q5_K q4_K q4_0 q4_b32t1a q4_b64t1 q3h_b64t1 g4_b64"
+            .split(' ')
+            .filter_map(QuantType::by_name)
+            .collect(),
+        false => named.iter().map(|name| QuantType::by_name(name).expect("a format's name")).collect(),
+    };
+    let threads = std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(2);
+    let mut cpu =
+        CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU");
+    cpu.prepare(&limits()).expect("room for a step");
+    println!("{}; {} x {} matrices", cpu.describe(), SHAPE.0, SHAPE.1);
+    println!("{:<10} {:>9} {}", "", "1 row", ROWS.map(|rows| format!("{rows:>8}")).join(""));
+    println!("{:<10} {:>9} {}", "", "GB/s", ROWS.map(|_| format!("{:>8}", "Gop/s")).join(""));
+    for ty in types {
+        measure(&mut cpu, ty);
+    }
+}
+
+fn limits() -> StepLimits {
+    StepLimits {
+        slots: 1,
+        rows: 512,
+        logit_rows: 1,
+        positions: 32,
+        source_positions: 0,
+        page_positions: 32,
+        top_logprobs: 0,
+        biases: 0,
+        vocab: 8,
+        hidden: 0,
+    }
+}
+
+fn measure(cpu: &mut CpuBackend, ty: QuantType) {
+    let (out, inp) = SHAPE;
+    let mut codes = vec![0; ty.bytes(out * inp).expect("whole blocks")];
+    ty.quantize(&noise(1, out * inp), &mut codes);
+    let count = BYTES / codes.len();
+    let weights: Vec<Weight<HostBuf>> =
+        (0..count).map(|_| cpu.upload_weight(ty, out, inp, &codes).expect("room for weights")).collect();
+    let mut x = cpu.alloc(512 * inp * 4).expect("room");
+    x.f32_mut().copy_from_slice(&noise(2, 512 * inp));
+    let mut y = cpu.alloc(512 * out * 4).expect("room");
+    let mut line = String::new();
+    let mut speed = 0.0;
+    for rows in ROWS {
+        // As many matrices as take some tenths of a second.
+        let some = if rows <= 32 { &weights[..] } else { &weights[..4] };
+        let mut times: Vec<f64> = (0..TIMES)
+            .map(|_| {
+                let start = Instant::now();
+                some.iter().for_each(|w| cpu.matmul(rows, w, None, &x, &mut y));
+                start.elapsed().as_secs_f64() / some.len() as f64
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        let median = times[TIMES / 2];
+        if rows == 1 {
+            speed = codes.len() as f64 / median / 1e9;
+        }
+        line += &format!("{:>8.0}", 2.0 * (rows * out * inp) as f64 / median / 1e9);
+    }
+    println!("{:<10} {speed:>9.1} {line}", ty.name());
+}

@@ -1,0 +1,80 @@
+//! x (rows, inp) in blocks of 32 codes, packed for tiles of rows: for each tile, and within it for each block, the codes of
+//! all rows, then their scales, their scaled sums, their sums, and the sums of their first halves. Sums are negative, as
+//! codes that are too large need them.
+//!
+//! Invariant: codes and scales are those of [`InputBlock`].
+
+use crate::cpu::pool::{Parts, Pool};
+use crate::cpu::simd::{IntKernel, Ints, Level};
+use crate::quant::{INPUT_BLOCK, InputBlock};
+use std::ops::Range;
+
+/// Bytes of a row's block.
+pub const ROW_BYTES: usize = INPUT_BLOCK + 4 * WORD;
+/// Bytes of a scale or a sum.
+pub const WORD: usize = 4;
+
+/// Packs the rows of each tile. `to` holds [`ROW_BYTES`] for each block of each row.
+pub fn pack(
+    pool: &mut Pool,
+    level: Level,
+    tiles: usize,
+    rows_of: impl Fn(usize) -> Range<usize> + Sync,
+    (inp, x): (usize, &[f32]),
+    to: &mut [u8],
+) {
+    let row = inp / INPUT_BLOCK * ROW_BYTES;
+    let to = Parts::new(to);
+    pool.run(tiles, |_, tile| {
+        let rows = rows_of(tile);
+        // SAFETY: each tile belongs to one item.
+        let to = unsafe { to.part(rows.start * row..rows.end * row) };
+        level.run_ints(Tile { rows: rows.len(), inp, x: &x[rows.start * inp..rows.end * inp], to });
+    });
+}
+
+struct Tile<'a> {
+    rows: usize,
+    inp: usize,
+    x: &'a [f32],
+    to: &'a mut [u8],
+}
+
+impl IntKernel for Tile<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Ints>(self, _: S) {
+        let Tile { rows, inp, x, to } = self;
+        for (r, x) in x.chunks_exact(inp).enumerate() {
+            let blocks = x.as_chunks::<INPUT_BLOCK>().0.iter().zip(to.chunks_exact_mut(rows * ROW_BYTES));
+            for (x, to) in blocks {
+                put(&InputBlock::of(x), r, rows, to);
+            }
+        }
+    }
+}
+
+/// Row number `r` of `rows`.
+#[inline(always)]
+fn put(block: &InputBlock, r: usize, rows: usize, to: &mut [u8]) {
+    let (mut first, mut second) = (0, 0);
+    for i in 0..INPUT_BLOCK / 2 {
+        first += i32::from(block.codes[i]);
+        second += i32::from(block.codes[i + INPUT_BLOCK / 2]);
+    }
+    let (codes, words) = to.split_at_mut(rows * INPUT_BLOCK);
+    for (to, code) in codes[r * INPUT_BLOCK..].iter_mut().zip(block.codes) {
+        *to = code as u8;
+    }
+    let scaled = (first + second) as f32 * block.scale;
+    let all = [
+        block.scale.to_le_bytes(),
+        scaled.to_le_bytes(),
+        (-first - second).to_le_bytes(),
+        (-first).to_le_bytes(),
+    ];
+    for (field, bytes) in all.iter().enumerate() {
+        words[(field * rows + r) * WORD..][..WORD].copy_from_slice(bytes);
+    }
+}

@@ -1,0 +1,164 @@
+//! One tile: R rows with O strips of outs.
+//!
+//! Of each block of 32 columns the products of codes are summed exactly, as whole numbers; that sum, times the product of the
+//! two scales, is added to what earlier blocks gave, in one rounding; and so is the base, if there is one, times the sum of
+//! the input's block. A format with two scales in 32 columns does this for 16 and 16.
+//! Invariant: an element's sums run over blocks in ascending order, whatever R, O and the cuts between blocks.
+
+// Arrays in step: what they are indexed by says more than iterators over one of them.
+#![allow(clippy::needless_range_loop)]
+
+use super::codes::{Codes, HALF};
+use super::fields::{Fields, Zero};
+use super::formats::Format;
+use super::input::{ROW_BYTES, WORD};
+use crate::cpu::simd::{BYTES, IntKernel, Ints, LANES, prefetch};
+use crate::quant::INPUT_BLOCK;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// How far ahead of the codes at hand others are asked for, in bytes.
+const AHEAD: usize = 4096;
+
+/// What to multiply.
+pub struct Tile<'a, F, const R: usize, const O: usize> {
+    /// Codes and fields of each strip's first block.
+    pub codes: [*const u8; O],
+    pub fields: [*const u8; O],
+    /// The tile's rows, packed for R of them, from the first block on.
+    pub input: *const u8,
+    /// Blocks of the format.
+    pub blocks: Range<usize>,
+    /// (R, O, 16): what earlier blocks gave.
+    pub sums: &'a mut [f32],
+    pub format: PhantomData<F>,
+}
+
+/// Whole sums of R rows with O strips.
+type Whole<S, const R: usize, const O: usize> = [[<S as Ints>::I; O]; R];
+
+impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> {
+    type Out = ();
+
+    /// The pointers cover the blocks, by the promise of who made the tile.
+    #[inline(always)]
+    fn run<S: Ints>(self, simd: S) {
+        let (sums, _) = self.sums.as_chunks_mut::<LANES>();
+        let mut totals = [[simd.splat(0.0); O]; R];
+        for r in 0..R {
+            for o in 0..O {
+                totals[r][o] = simd.load(&sums[r * O + o]);
+            }
+        }
+        for block in self.blocks {
+            for part in 0..F::NUMBERS / INPUT_BLOCK {
+                let mut strips = [Strip::<S>::default_of(simd); O];
+                for o in 0..O {
+                    // SAFETY: see above, here and below.
+                    strips[o] = unsafe { Strip::of::<F>(simd, self.codes[o], self.fields[o], block, part) };
+                }
+                let at = (block * (F::NUMBERS / INPUT_BLOCK) + part) * R * ROW_BYTES;
+                unsafe { add_block::<F, S, R, O>(simd, &strips, self.input.add(at), &mut totals) };
+            }
+        }
+        for r in 0..R {
+            for o in 0..O {
+                simd.store(totals[r][o], &mut sums[r * O + o]);
+            }
+        }
+    }
+}
+
+/// 32 columns of a strip.
+#[derive(Clone, Copy)]
+struct Strip<S: Ints> {
+    /// Where the codes lie that are stored together, and which 32 of those these are.
+    codes: *const u8,
+    within: usize,
+    scales: [S::V; 2],
+    base: S::V,
+}
+
+impl<S: Ints> Strip<S> {
+    #[inline(always)]
+    fn default_of(simd: S) -> Strip<S> {
+        let zero = simd.splat(0.0);
+        Strip { codes: std::ptr::null(), within: 0, scales: [zero; 2], base: zero }
+    }
+
+    /// # Safety
+    /// * `codes` and `fields` cover the block.
+    #[inline(always)]
+    unsafe fn of<F: Format>(
+        simd: S,
+        codes: *const u8,
+        fields: *const u8,
+        block: usize,
+        part: usize,
+    ) -> Strip<S> {
+        let together = F::Codes::NUMBERS / INPUT_BLOCK;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let codes = codes.add(block * F::CODE_BYTES + part / together * F::Codes::BYTES);
+            let (scales, base) = F::Fields::scales(simd, fields.add(block * F::FIELD_BYTES), part);
+            for line in 0..F::Codes::BYTES / together / BYTES {
+                prefetch(codes.wrapping_add(AHEAD + line * BYTES));
+            }
+            Strip { codes, within: part % together, scales, base }
+        }
+    }
+}
+
+/// totals += the products of 32 columns.
+///
+/// # Safety
+/// * The strips' codes can be read, and R rows of `input`.
+#[inline(always)]
+unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
+    simd: S,
+    strips: &[Strip<S>; O],
+    input: *const u8,
+    totals: &mut [[S::V; O]; R],
+) {
+    // SAFETY: the caller's promise, here and below.
+    let word = |field: usize, r: usize| unsafe { input.add(R * INPUT_BLOCK + (field * R + r) * WORD) };
+    let mut whole: [Whole<S, R, O>; 2] = [[[simd.zero(); O]; R]; 2];
+    if let Zero::Power(n) = F::Fields::ZERO {
+        for r in 0..R {
+            let both = unsafe { simd.word(word(2, r)) };
+            let first = if F::Fields::RUNS == 2 { unsafe { simd.word(word(3, r)) } } else { both };
+            whole[0][r] = [simd.times_power(first, n); O];
+            whole[1][r] = [simd.times_power(simd.sub_ints(both, first), n); O];
+        }
+    }
+    for number in 0..HALF {
+        let mut codes = [[simd.no_bytes(); 2]; O];
+        for o in 0..O {
+            codes[o] = unsafe { F::Codes::pair(simd, strips[o].codes, strips[o].within, number) };
+        }
+        for half in 0..2 {
+            let run = half * (F::Fields::RUNS - 1);
+            for r in 0..R {
+                let x = unsafe { simd.word(input.add(r * INPUT_BLOCK + (number + half * HALF) * 4)) };
+                for o in 0..O {
+                    whole[run][r][o] = simd.dot(whole[run][r][o], codes[o][half], x);
+                }
+            }
+        }
+    }
+    for r in 0..R {
+        let scale = simd.splat(unsafe { word(0, r).cast::<f32>().read_unaligned() });
+        for o in 0..O {
+            for run in 0..F::Fields::RUNS {
+                let both = simd.mul(strips[o].scales[run], scale);
+                totals[r][o] = simd.mul_add(simd.to_float(whole[run][r][o]), both, totals[r][o]);
+            }
+        }
+        if F::Fields::ZERO == Zero::Base {
+            let sum = simd.splat(unsafe { word(1, r).cast::<f32>().read_unaligned() });
+            for o in 0..O {
+                totals[r][o] = simd.mul_add(strips[o].base, sum, totals[r][o]);
+            }
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Inputs of products with coded weights: 32 numbers of a row share a scale, as in Q8_0, which stays an F32.
+//!
+//! `scale = max |x| / 127`, `code = x * (127 / max |x|)` rounded, halves to even. Numbers that are none make the scale none,
+//! so that they show in every product of their block.
+//!
+//! Invariant: fast kernels give these codes and scales bit for bit.
+
+/// What products with coded weights take the other operand as.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Inputs {
+    /// Codes of 8 bits, where the weights' format has kernels for it: the fastest.
+    #[default]
+    Coded,
+    /// F32, as it is.
+    Plain,
+}
+
+/// Numbers of a block.
+pub const INPUT_BLOCK: usize = 32;
+
+/// A block of an input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct InputBlock {
+    /// From -127 to 127.
+    pub codes: [i8; INPUT_BLOCK],
+    pub scale: f32,
+}
+
+impl InputBlock {
+    /// The block of these numbers.
+    #[inline(always)]
+    pub fn of(x: &[f32; INPUT_BLOCK]) -> InputBlock {
+        // As whole numbers the magnitudes are ordered as they are, and whatever is none is above them all.
+        let mut largest = 0;
+        for x in x {
+            largest = largest.max(x.to_bits() & 0x7fff_ffff);
+        }
+        let largest = f32::from_bits(largest);
+        // Below that the inverse is too large to be said.
+        let inverse = if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest };
+        let mut codes = [0; INPUT_BLOCK];
+        for (code, x) in codes.iter_mut().zip(x) {
+            *code = (x * inverse).round_ties_even() as i8;
+        }
+        InputBlock { codes, scale: largest / 127.0 }
+    }
+
+    /// What its numbers became.
+    pub fn values(&self) -> [f32; INPUT_BLOCK] {
+        self.codes.map(|code| f32::from(code) * self.scale)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_is_127_and_halves_go_to_even() {
+        let mut x = [0.0; INPUT_BLOCK];
+        (x[0], x[1], x[2], x[3], x[4]) = (-254.0, 5.0, 3.0, 1.0, -1.0);
+        let block = InputBlock::of(&x);
+        assert_eq!((block.scale, &block.codes[..5]), (2.0, &[-127, 2, 2, 0, 0][..]));
+        assert_eq!(InputBlock::of(&[0.0; 32]), InputBlock { codes: [0; 32], scale: 0.0 });
+    }
+
+    #[test]
+    fn codes_of_the_smallest_numbers_are_in_bounds() {
+        for largest in [1e-45, 1e-38, 2e-37, 4e-37, 1e-30] {
+            let x = std::array::from_fn(|i| if i % 2 == 0 { largest } else { -largest / 3.0 });
+            let block = InputBlock::of(&x);
+            assert!(block.codes.iter().all(|code| *code >= -127), "{largest}: {block:?}");
+            assert!(
+                block.values().iter().zip(x).all(|(value, x)| (value - x).abs() <= 5e-37 + largest / 127.0)
+            );
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_none_show() {
+        for strange in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = [1.0; INPUT_BLOCK];
+            x[17] = strange;
+            let values = InputBlock::of(&x).values();
+            assert!(values.iter().all(|value| !value.is_finite()), "{strange}: {values:?}");
+        }
+    }
+}

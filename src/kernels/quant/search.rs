@@ -1,0 +1,202 @@
+//! The best scale, and where it has one the best minimum, of a run of numbers, by least squares.
+//!
+//! Rounding to the codes that a first scale gives, and then solving for the scale that suits those codes best, is
+//! repeated for some first scales around the obvious one; the least error wins. Every number counts by its magnitude:
+//! what is large in a matrix is what its products are made of.
+//! Invariant: the error is never more than that of the obvious scale.
+
+use half::f16;
+
+/// x' = code * scale - least, with least >= 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Affine {
+    pub scale: f32,
+    pub least: f32,
+}
+
+/// x' = code * scale, with codes from -n to n - 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Symmetric {
+    pub scale: f32,
+}
+
+/// First scales to each side, and how far they are apart, as shares of the obvious one's steps.
+const TRIES: i32 = 10;
+const APART: f32 = 0.1;
+
+/// The code from 0 to `highest` whose multiple of `unit` is nearest.
+pub(super) fn nearest(value: f32, unit: f32, highest: u8) -> u8 {
+    code(value, inverse(unit), 0.0, f32::from(highest)) as u8
+}
+
+/// The code from -n to n - 1 whose multiple of `unit` is nearest.
+pub(super) fn nearest_signed(value: f32, unit: f32, n: i32) -> i32 {
+    code(value, inverse(unit), -n as f32, (n - 1) as f32) as i32
+}
+
+fn inverse(unit: f32) -> f32 {
+    if unit.abs() < f32::MIN_POSITIVE { 0.0 } else { 1.0 / unit }
+}
+
+/// The whole number nearest to value * inverse, ties to even, between two others.
+fn code(value: f32, inverse: f32, low: f32, high: f32) -> f32 {
+    /// Added to a number below 2^22 it leaves no room for a fraction.
+    const WHOLE: f32 = 12_582_912.0;
+    (value * inverse).clamp(low, high) + WHOLE - WHOLE
+}
+
+/// As F16 holds it.
+pub(super) fn halved(value: f32) -> f32 {
+    f16::from_f32(value).to_f32()
+}
+
+/// Numbers of the longest run.
+const LONGEST: usize = 32;
+
+/// A run, and how much each number's error counts.
+struct Run<'a> {
+    numbers: &'a [f32],
+    weights: [f32; LONGEST],
+}
+
+impl Run<'_> {
+    fn new(numbers: &[f32]) -> Run<'_> {
+        let mean = numbers.iter().map(|x| x * x).sum::<f32>() / numbers.len() as f32;
+        let mut weights = [0.0; LONGEST];
+        for (weight, x) in weights.iter_mut().zip(numbers) {
+            *weight = mean.sqrt() + x.abs();
+        }
+        Run { numbers, weights }
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (f32, f32)> {
+        self.numbers.iter().copied().zip(self.weights)
+    }
+
+    /// The weighted squares of what is lost to codes from `low` to `high` of x + least.
+    fn error(&self, scale: f32, least: f32, (low, high): (f32, f32)) -> f32 {
+        let inverse = inverse(scale);
+        let lost = |x: f32| x - (code(x + least, inverse, low, high) * scale - least);
+        self.pairs().map(|(x, weight)| weight * lost(x).powi(2)).sum()
+    }
+
+    /// Scale and minimum that suit best the codes which these give.
+    fn solved(&self, scale: f32, least: f32, highest: f32) -> Option<Affine> {
+        let (mut w, mut wc, mut wcc, mut wx, mut wcx) = (0f32, 0f32, 0f32, 0f32, 0f32);
+        let inverse = inverse(scale);
+        for (x, weight) in self.pairs() {
+            let code = code(x + least, inverse, 0.0, highest);
+            w += weight;
+            wc += weight * code;
+            wcc += weight * code * code;
+            wx += weight * x;
+            wcx += weight * code * x;
+        }
+        let determinant = w * wcc - wc * wc;
+        if determinant <= 0.0 {
+            return None;
+        }
+        let (scale, least) = ((w * wcx - wc * wx) / determinant, (wc * wcx - wcc * wx) / determinant);
+        if least < 0.0 {
+            // A minimum above zero cannot be said.
+            return (wcc > 0.0 && wcx > 0.0).then(|| Affine { scale: wcx / wcc, least: 0.0 });
+        }
+        (scale > 0.0).then_some(Affine { scale, least })
+    }
+
+    /// The scale that suits best the codes from -n to n - 1 which this one gives.
+    fn rescaled(&self, scale: f32, n: f32) -> Option<f32> {
+        let (mut cx, mut cc) = (0f32, 0f32);
+        let inverse = inverse(scale);
+        for (x, weight) in self.pairs() {
+            let code = code(x, inverse, -n, n - 1.0);
+            cx += weight * code * x;
+            cc += weight * code * code;
+        }
+        (cc > 0.0).then(|| cx / cc)
+    }
+}
+
+/// Codes from 0 to `highest`.
+pub(super) fn affine(numbers: &[f32], highest: u8) -> Affine {
+    let low = numbers.iter().copied().fold(0f32, f32::min);
+    let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if high <= low {
+        // All the same, and not above zero: the minimum alone says it.
+        return Affine { scale: 0.0, least: -low };
+    }
+    let (run, highest) = (Run::new(numbers), f32::from(highest));
+    let error = |fit: Affine| run.error(fit.scale, fit.least, (0.0, highest));
+    let obvious = Affine { scale: (high - low) / highest, least: -low };
+    let tries = (-TRIES..=TRIES)
+        .filter_map(|n| run.solved((high - low) / (highest + n as f32 * APART), -low, highest));
+    tries.fold((obvious, error(obvious)), |best, fit| least_of(best, (fit, error(fit)))).0
+}
+
+fn least_of<T>(best: (T, f32), other: (T, f32)) -> (T, f32) {
+    if other.1 < best.1 { other } else { best }
+}
+
+/// Codes from `-n` to `n - 1`.
+pub(super) fn symmetric(numbers: &[f32], n: i32) -> Symmetric {
+    let further = |extreme: f32, x: &f32| if extreme.abs() < x.abs() { *x } else { extreme };
+    let extreme = numbers.iter().fold(0f32, further);
+    if extreme == 0.0 {
+        return Symmetric::default();
+    }
+    let (run, n) = (Run::new(numbers), n as f32);
+    let error = |scale: f32| run.error(scale, 0.0, (-n, n - 1.0));
+    let tries = (-TRIES..=TRIES).map(|step| extreme / -(n + step as f32 * APART));
+    let solved = tries.filter_map(|scale| run.rescaled(scale, n));
+    let obvious = extreme / -n;
+    let best = solved.fold((obvious, error(obvious)), |best, scale| least_of(best, (scale, error(scale))));
+    Symmetric { scale: best.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::noise;
+
+    /// A run that lies on a grid is found exactly, wherever the grid lies.
+    #[test]
+    fn a_grid_is_found() {
+        for (scale, least) in [(0.25, 1.0), (0.5, 0.0), (3.0, 12.0)] {
+            let run: Vec<f32> = (0..32).map(|n| (n * 7 % 16) as f32 * scale - least).collect();
+            let fit = affine(&run, 15);
+            assert!((fit.scale - scale).abs() < 1e-5 && (fit.least - least).abs() < 1e-4, "{fit:?}");
+        }
+        let run: Vec<f32> = (0..16).map(|n| (n - 8) as f32 * -0.5).collect();
+        assert!((symmetric(&run, 8).scale + 0.5).abs() < 1e-6);
+    }
+
+    #[test]
+    fn the_search_is_never_worse_than_the_obvious_scale_and_mostly_better() {
+        let numbers = noise(3, 32 * 64);
+        let mut better = 0;
+        for run in numbers.chunks(32) {
+            let (low, high) = run.iter().fold((0f32, 0f32), |(low, high), x| (low.min(*x), high.max(*x)));
+            let obvious = Affine { scale: (high - low) / 15.0, least: -low };
+            let mean = run.iter().map(|x| x * x).sum::<f32>() / 32.0;
+            let error = |fit: Affine| -> f32 {
+                let off =
+                    |x: f32| x - (f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least);
+                run.iter().map(|x| (mean.sqrt() + x.abs()) * off(*x).powi(2)).sum()
+            };
+            let (ours, theirs) = (error(affine(run, 15)), error(obvious));
+            assert!(ours <= theirs);
+            better += usize::from(ours < 0.99 * theirs);
+        }
+        assert!(better > 48, "{better} of 64");
+    }
+
+    #[test]
+    fn runs_of_one_number_are_exact() {
+        for x in [0.0, -3.5, 2.25] {
+            let fit = affine(&[x; 32], 15);
+            assert_eq!(f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least, x);
+            let Symmetric { scale } = symmetric(&[x; 16], 32);
+            assert_eq!(nearest_signed(x, scale, 32) as f32 * scale, x);
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Every row of the table: bytes against the gguf package's, round trips, and what happens to numbers that are none.
+
+use super::*;
+use crate::random::philox;
+
+#[test]
+fn table_rows_stand_where_their_type_says() {
+    for (number, ty) in QuantType::all().enumerate() {
+        assert_eq!((ty as usize, ty.row().ty), (number, ty));
+        assert_eq!(QuantType::by_name(&ty.name().to_uppercase()), Some(ty));
+        for alias in ty.row().aliases {
+            assert_eq!(QuantType::by_name(alias), Some(ty), "no name is there twice");
+        }
+    }
+}
+
+#[test]
+fn representable_values_survive_and_ties_go_to_even() {
+    let values = [0.0f32, -0.0, 1.0, -2.5, 0.15625, 1024.0];
+    for ty in QuantType::unblocked() {
+        let mut bytes = vec![0; ty.bytes(values.len()).unwrap()];
+        let mut back = [0f32; 6];
+        ty.quantize(&values, &mut bytes);
+        ty.dequantize(&bytes, &mut back);
+        assert_eq!(values.map(f32::to_bits), back.map(f32::to_bits), "{ty}");
+    }
+    let mut half_ulp = [0u8; 2];
+    QuantType::F16.quantize(&[1.0 + 1.0 / 2048.0], &mut half_ulp);
+    assert_eq!(u16::from_le_bytes(half_ulp), 0x3c00);
+    QuantType::BF16.quantize(&[1.0 + 3.0 / 256.0], &mut half_ulp);
+    assert_eq!(u16::from_le_bytes(half_ulp), 0x3f82);
+}
+
+/// A file of tests/fixtures/quant, which tests/oracle/make_quants.py writes.
+fn fixture(name: &str) -> Option<Vec<u8>> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/quant/");
+    std::fs::read(format!("{folder}{name}")).ok()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+/// Numbers in a fixture.
+const RECORDED: usize = 1024;
+
+#[test]
+fn every_format_of_gguf_is_read_as_the_gguf_package_reads_it() {
+    use QuantType::*;
+    let all =
+        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4];
+    for ty in all {
+        let file = fixture(&format!("{}.bin", ty.name().to_lowercase())).expect("it is recorded");
+        let (codes, values) = file.split_at(ty.bytes(RECORDED).unwrap());
+        let (mut got, want) = (vec![0.0; RECORDED], floats(values));
+        ty.dequantize(codes, &mut got);
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_eq!(got.to_bits(), want.to_bits(), "{ty}: number {i} is {got}, not {want}");
+        }
+    }
+}
+
+#[test]
+fn simple_blocks_are_written_as_the_gguf_package_writes_them() {
+    use QuantType::*;
+    for ty in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0] {
+        let file = fixture(&format!("{}.codes", ty.name())).expect("it is recorded");
+        let (values, want) = file.split_at(4 * RECORDED);
+        let mut got = vec![0; want.len()];
+        ty.quantize(&floats(values), &mut got);
+        assert!(got == want, "{ty}");
+    }
+}
+
+/// Numbers as weights are: normal, in groups of different spread.
+fn weights(n: usize) -> Vec<f32> {
+    let uniform = |i: u32| {
+        let words = philox([i, 3, 0, 0], [5, 6]);
+        words.map(|word| (f64::from(word) + 0.5) / 4_294_967_296.0)
+    };
+    let normal = |[a, b, _, _]: [f64; 4]| (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+    (0..n as u32).map(|i| (normal(uniform(i)) * [0.02, 0.05][i as usize / 256 % 2]) as f32).collect()
+}
+
+fn there_and_back(ty: QuantType, values: &[f32]) -> Vec<f32> {
+    let (mut bytes, mut back) = (vec![0xa5; ty.bytes(values.len()).unwrap()], vec![f32::NAN; values.len()]);
+    ty.quantize(values, &mut bytes);
+    ty.dequantize(&bytes, &mut back);
+    back
+}
+
+/// Root of the mean square of the error, as a share of that of the numbers.
+fn error(ty: QuantType) -> f64 {
+    let values = weights(1 << 14);
+    let square = |x: f64| x * x;
+    let off: f64 =
+        values.iter().zip(there_and_back(ty, &values)).map(|(x, y)| square(f64::from(x - y))).sum();
+    (off / values.iter().map(|x| square(f64::from(*x))).sum::<f64>()).sqrt()
+}
+
+fn written() -> impl Iterator<Item = QuantType> {
+    QuantType::all().filter(|ty| ty.row().quantize.is_some())
+}
+
+/// What a rounding to evenly spaced codes costs for normal numbers is known to lie near these; a wrong bit or a scale of
+/// the wrong block costs several times as much.
+#[test]
+fn errors_fall_with_bits_as_they_should() {
+    for ty in written().filter(|ty| ty.is_blocked()) {
+        let spread = error(ty);
+        let levels = (ty.bits() - 0.5).floor().min(8.0).exp2();
+        assert!(spread < 2.7 / (levels - 1.0), "{ty}: {spread}");
+    }
+    let order = [
+        QuantType::F16,
+        QuantType::Q8_0,
+        QuantType::Q6_B64T1,
+        QuantType::Q5_B64T1,
+        QuantType::Q4_B32T1A,
+        QuantType::Q4_B64T1,
+        QuantType::Q3H_B64T1,
+        QuantType::Q3_B32T1A,
+        QuantType::Q2_B32T1A,
+    ];
+    assert!(order.is_sorted_by(|a, b| error(*a) < error(*b)));
+    for (searched, simple) in [(QuantType::Q4_K, QuantType::Q4_1), (QuantType::Q5_K, QuantType::Q5_1)] {
+        assert!(error(searched) < error(simple), "{searched} is smaller and better than {simple}");
+    }
+}
+
+#[test]
+fn constant_blocks_come_back_and_zeros_are_zeros() {
+    for ty in written() {
+        let numbers = 2 * ty.row().block_elements;
+        assert_eq!(there_and_back(ty, &vec![0.0; numbers]), vec![0.0; numbers], "{ty}");
+        for constant in [0.375f32, -0.375] {
+            for back in there_and_back(ty, &vec![constant; numbers]) {
+                assert!((back - constant).abs() <= 0.375 / 64.0, "{ty}: {constant} became {back}");
+            }
+        }
+    }
+}
+
+/// Documented: in blocks a NaN counts as 0 and what is too large as the largest; nothing that is no number comes back, and
+/// what lies in other blocks does not change.
+#[test]
+fn blocks_hold_numbers_only() {
+    const STRANGE: [f32; 6] =
+        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE / 4.0, -1e-30];
+    for ty in written().filter(|ty| ty.is_blocked()) {
+        let block = ty.row().block_elements;
+        let plain = weights(3 * block);
+        let undisturbed = there_and_back(ty, &plain);
+        for strange in STRANGE {
+            let mut values = plain.clone();
+            values[block + 5] = strange;
+            let back = there_and_back(ty, &values);
+            assert!(back.iter().all(|x| x.is_finite()), "{ty} with {strange}");
+            assert_eq!(back[..block], undisturbed[..block], "{ty} with {strange}");
+            assert_eq!(back[2 * block..], undisturbed[2 * block..], "{ty} with {strange}");
+        }
+    }
+}
+
+/// docs/quantization.md's table is made of the rows; `UPDATE_DOCS=1 cargo test made_of_the_rows` makes it anew.
+#[test]
+fn the_documented_table_is_made_of_the_rows() {
+    const BEGIN: &str = "<!-- made of the table's rows -->\n";
+    const END: &str = "<!-- end -->";
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/quantization.md");
+    let text = std::fs::read_to_string(path).expect("it is documented");
+    let (before, rest) = text.split_once(BEGIN).expect("the table has a begin");
+    let (_, after) = rest.split_once(END).expect("the table has an end");
+    let made = format!("{before}{BEGIN}{}{END}{after}", rows());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(path, &made).expect("it can be written");
+    }
+    assert!(text == made, "docs/quantization.md is out of date; UPDATE_DOCS=1 makes it anew");
+}
+
+fn rows() -> String {
+    let mut table = String::from(
+        "| name | also | numbers | bytes | bits | a block, in order | error | good for |\n|---|---|---|---|---|---|---|---|\n",
+    );
+    for ty in QuantType::all() {
+        let row = ty.row();
+        let error = match row.quantize {
+            Some(_) if error(ty) == 0.0 => "0".to_owned(),
+            Some(_) => format!("{:.2} %", 100.0 * error(ty)),
+            None => "-".to_owned(),
+        };
+        let bits = format!("{:.4}", ty.bits());
+        table += &format!(
+            "| {} | {} | {} | {} | {} | {} | {error} | {} |\n",
+            row.name,
+            row.aliases.join(", "),
+            row.block_elements,
+            row.block_bytes,
+            bits.trim_end_matches('0').trim_end_matches('.'),
+            row.layout,
+            row.purpose,
+        );
+    }
+    table
+}
