@@ -185,7 +185,7 @@ pub async fn start(
     factories: Vec<Vec<Factory>>,
 ) -> Result<Engine> {
     let (names, lanes, step_timeout) = (setup.partition.names(), setup.lanes, setup.step_timeout);
-    let status = Arc::new(Status::new(quiet(&setup), lanes));
+    let status = Arc::new(Status::new(quiet(setup.scheduler.policy, setup.lanes, setup.step_timeout), lanes));
     let config = GroupConfig {
         lanes,
         step_timeout,
@@ -234,13 +234,13 @@ impl Engine {
 /// How long a lane may be without a sign of life while all is well: while requests gather, and while a step of its comes
 /// back. As many steps as lanes are on the devices, and before it as many wait for a place there as others sent ahead while
 /// it rested; each may take that long after the one before.
-fn quiet(setup: &EngineSetup) -> Duration {
-    let gathering = match setup.scheduler.policy {
+fn quiet(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Duration {
+    let gathering = match policy {
         Policy::Window { window } => window,
         Policy::Fused | Policy::Concurrent => Duration::ZERO,
     };
-    let steps = u32::try_from(2 * setup.lanes - 1).unwrap_or(u32::MAX);
-    gathering.saturating_add(setup.step_timeout.unwrap_or_default().saturating_mul(steps))
+    let steps = u32::try_from(2 * lanes - 1).unwrap_or(u32::MAX);
+    gathering.saturating_add(step_timeout.unwrap_or_default().saturating_mul(steps))
 }
 
 /// How many lanes there are: each has a slot at least.
@@ -341,5 +341,27 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         biases: BIASES,
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Four lanes: three steps ahead in front of one that wakes, and that lane's own four turns.
+    #[test]
+    fn a_lane_is_quiet_for_as_long_as_all_steps_before_its_own_may_take() {
+        let seconds = Duration::from_secs;
+        let window = Policy::Window { window: seconds(3) };
+        for (policy, lanes, timeout, expected) in [
+            (Policy::Fused, 1, Some(20), 20),
+            (Policy::Fused, 4, Some(20), 140),
+            (Policy::Concurrent, 4, None, 0),
+            (window, 2, Some(10), 33),
+            (window, 2, None, 3),
+        ] {
+            assert_eq!(quiet(policy, lanes, timeout.map(seconds)), seconds(expected), "{lanes} lanes");
+        }
+        assert_eq!(quiet(Policy::Fused, usize::MAX / 4, Some(Duration::MAX)), Duration::MAX);
     }
 }

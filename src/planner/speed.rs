@@ -163,7 +163,11 @@ impl Machine<'_> {
         let logits = rows * self.model.vocab as f64 / members * NUMBER;
         let gathered =
             if is_last && members > 1.0 { others * self.hardware.within.seconds(logits) } else { 0.0 };
-        self.shares[stage][0].decoding.sums * sum + gathered
+        match self.shares[stage][0].decoding.sums {
+            // A stage that has no rows meets all the same, over one number, so that no member is ahead.
+            0.0 => others * self.hardware.within.seconds(NUMBER),
+            sums => sums * sum + gathered,
+        }
     }
 
     /// To each member of the next stage. A token has no rows before the decoder's first layer.

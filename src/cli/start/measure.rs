@@ -15,7 +15,8 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Width of the matrix, which is square: 64 MiB, more than caches hold.
+/// Width of the matrix, which is square: 64 MiB, more than most caches hold. From many devices on each has less, and what is
+/// measured is a bound from above.
 const WIDTH: usize = 4096;
 
 /// Most such matrices at once: 512 MiB. More devices have some of the rows each.

@@ -196,6 +196,11 @@ fn an_encoders_stage_hands_on_nothing_of_a_token() {
     // The latency alone; a second of reading, the latency and 20 bytes; a second.
     let stages = [0.5, 1.75, 1.0];
     assert!(forecast.stage_seconds.iter().zip(stages).all(|(a, b)| near(*a, b)), "{forecast:?}");
+    // Two members meet over one number.
+    partition.stages[0].members.push(Member { device: "cpu:3".into(), share: 1 });
+    let met = self::forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
+    assert!(near(met.stage_seconds[0], 0.5 + hardware.within.seconds(4.0)), "{met:?}");
+    assert!(hardware.within.seconds(4.0) > 0.0);
 }
 
 /// An encoder is held by its devices, and no token goes through it.

@@ -98,10 +98,10 @@ impl Hub {
         }
     }
 
-    /// Says whose silence gave the group up. At the end nobody need speak.
+    /// Says who has not let go of its part yet after a silence gave the group up. At the end nobody need speak.
     pub fn name_stalled(&self, stalled: &[Place]) {
         if !stalled.is_empty() && !self.is_stopping() {
-            warn!(devices = self.names(stalled), "still in a step that had its time");
+            warn!(devices = self.names(stalled), "not let go of their parts yet");
         }
     }
 
