@@ -72,6 +72,11 @@ pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<(Arc<ModelSour
     with_tokenizer(ModelSource::open(model, spec_file)?)
 }
 
+/// The same as it is configured.
+pub fn configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    with_tokenizer(source(model, config)?)
+}
+
 /// Where the model does not say what ends a text, the tokenizer does.
 fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     let tokenizer = tokenizer(&source)?;

@@ -6,7 +6,7 @@ use super::asked::{Asked, Test, size_cache};
 use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
-use crate::cli::start::{self, factories, fetched_aside, open};
+use crate::cli::start::{self, factories, fetched_aside};
 use crate::cli::words;
 use crate::config::{Config, DeviceKind};
 use crate::model::spec::Kind;
@@ -29,7 +29,7 @@ pub async fn measure(
 ) -> Result<()> {
     config.model = fetched_aside(config.model, config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = open(&model, config.model.spec.as_deref())?;
+    let (source, tokenizer) = start::configured(&model, &config.model)?;
     check_kind(&source)?;
     report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
     let context = config.kv.max_context.unwrap_or(source.spec.context);
@@ -168,6 +168,7 @@ fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::start::open;
     use std::time::Duration;
 
     /// Tokens at these milliseconds.

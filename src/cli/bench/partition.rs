@@ -14,7 +14,7 @@ use super::report::{ModelFacts, Report, What};
 use super::usage;
 use crate::actors::EngineSetup;
 use crate::actors::device::Factory;
-use crate::cli::start::{self, factories, fetched_aside, open};
+use crate::cli::start::{self, factories, fetched_aside};
 use crate::config::{
     Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of, spelled,
 };
@@ -92,7 +92,7 @@ pub async fn measure(
 ) -> Result<()> {
     config.model = fetched_aside(config.model, config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = open(&model, config.model.spec.as_deref())?;
+    let (source, tokenizer) = start::configured(&model, &config.model)?;
     check_kind(&source)?;
     report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
     let mut bench = Bench::new(config, tests, tokens, source, tokenizer)?;
