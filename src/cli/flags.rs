@@ -5,6 +5,7 @@
 
 use crate::config::Overrides;
 use clap::{Args, ValueHint};
+use mainstem_kernels::cpu::Isa;
 use std::path::PathBuf;
 
 /// What is known of the model beside its name.
@@ -84,9 +85,9 @@ pub struct EngineFlags {
     #[arg(long = "threads", value_name = "N")]
     device_threads: Option<u32>,
     /// Instruction set.
-    #[arg(long = "isa", value_name = "ISA", value_parser = ["auto", "avx512", "avx2", "portable"])]
+    #[arg(long = "isa", value_name = "ISA", value_parser = Isa::ALL.map(Isa::name))]
     device_isa: Option<String>,
-    /// What products with quantised weights take activations as.
+    /// What products take activations as: codes of 8 bits or bf16 beside such weights, or f32.
     #[arg(long = "activations", value_name = "HOW", value_parser = ["fast", "f32"])]
     device_activations: Option<String>,
     /// Time of a step of device "fake", such as 20ms.

@@ -13,9 +13,11 @@ use crate::actors::engine::{EngineSetup, available_memory};
 use crate::config::{Config, ConfigError, Overrides};
 use crate::formats::{FoundPooling, GenerationConfig, HubConfig};
 use crate::model::executor::{ExecutorReport, page_bytes};
+use crate::model::load::TensorRecord;
+use crate::model::pieces;
 use crate::model::provenance::{Origin, Provenance};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
-use crate::model::spec::{Kind, MlpSpec, ModelSpec, Piece};
+use crate::model::spec::{Kind, MlpSpec, ModelSpec, Part, Piece};
 use crate::model::tensors;
 use crate::planner::Assigned;
 use crate::telemetry;
@@ -23,7 +25,7 @@ use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
@@ -228,7 +230,7 @@ pub struct Tensor {
     pub layer: Option<usize>,
     /// The number format it is loaded in.
     #[serde(rename = "type")]
-    pub ty: &'static str,
+    pub ty: String,
     /// The one it is stored in.
     pub stored: &'static str,
     pub shape: Vec<usize>,
@@ -295,10 +297,7 @@ impl Inspection {
         let setup = start::setup(&config, &source)?;
         end_tokens.ids.clone_from(&setup.model.eos);
         let forecast = start::forecast(&config.device, &source, &setup)?;
-        let tensors: Vec<Tensor> = tensors::needed(&source.spec)
-            .into_iter()
-            .map(|piece| tensor(&source, piece))
-            .collect::<Result<_>>()?;
+        let tensors = needed(&source)?;
         Ok(Inspection {
             name: setup.model.name.clone(),
             path: source.path.clone(),
@@ -397,13 +396,31 @@ fn specification(spec: &ModelSpec) -> Specification {
     }
 }
 
-fn tensor(source: &ModelSource, piece: &Piece) -> Result<Tensor> {
+/// Every needed tensor once. Parts of one may be loaded in formats of their own: all are named, and their bytes summed.
+fn needed(source: &ModelSource) -> Result<Vec<Tensor>> {
+    let mut parts: HashMap<&str, Vec<TensorRecord>> = HashMap::new();
+    for piece in tensors::pieces(&source.spec) {
+        let part = pieces::record(piece, source.loaded_as(piece));
+        let known = parts.entry(&piece.name).or_default();
+        // An embedding and the head that it is are one part.
+        if !matches!(piece.part, Part::Whole) || known.is_empty() {
+            known.push(part);
+        }
+    }
+    let all = tensors::needed(&source.spec).into_iter();
+    all.map(|piece| tensor(source, piece, &parts[piece.name.as_str()])).collect()
+}
+
+fn tensor(source: &ModelSource, piece: &Piece, parts: &[TensorRecord]) -> Result<Tensor> {
     let stored =
         source.checkpoint.tensor(&piece.name).expect("it was there at opening; anything else is a bug");
-    let (numbers, loaded) = (piece.shape.iter().product::<usize>(), source.loaded_as(piece));
-    let bytes = loaded.bytes(numbers).unwrap_or_else(|| stored.bytes_len());
+    let mut types: Vec<&str> = parts.iter().map(|part| part.ty.name()).collect();
+    types.sort_unstable();
+    types.dedup();
+    let numbers = parts.iter().map(|part| part.shape.iter().product::<usize>()).sum::<usize>();
+    let bytes = parts.iter().map(|part| part.bytes).sum();
     Ok(Tensor {
-        ty: loaded.name(),
+        ty: types.join(", "),
         stored: stored.quant_type()?.name(),
         bytes,
         bits: bytes as f64 * 8.0 / numbers.max(1) as f64,

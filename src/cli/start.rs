@@ -14,6 +14,7 @@ use crate::config::{Config, DeviceConfig, HubSettings, ModelConfig};
 use crate::formats::{ChatSource, Gguf};
 use crate::hub::{self, Bars, HubReference};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
+use crate::model::tensors;
 use crate::text::{GgufVocabulary, Tokenizer};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -90,6 +91,12 @@ fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Toke
 pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
     source.weights = config.weights.clone();
+    if let Some(pattern) = source.weights.idle(&tensors::pieces(&source.spec)) {
+        bail!(
+            "model.weights: '{pattern}' is no tensor of {}, or only ones with a rule before",
+            source.path.display()
+        );
+    }
     if let Some(file) = &config.chat_template {
         let origin = file.display().to_string();
         let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {origin}"))?;

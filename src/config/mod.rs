@@ -455,8 +455,7 @@ impl Settings {
         let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
         let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
         let groups = self.get("device.groups", |v| devices::groups(v, kind, &kinds))?;
-        let isas =
-            [("auto", Isa::Auto), ("avx512", Isa::Avx512), ("avx2", Isa::Avx2), ("portable", Isa::Portable)];
+        let isas = Isa::ALL.map(|isa| (isa.name(), isa));
         let inputs = [("fast", Inputs::Coded), ("f32", Inputs::Plain)];
         let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
         let step_timeout = self.get("device.step_timeout", duration)?;

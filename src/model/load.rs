@@ -150,7 +150,7 @@ pub struct TensorRecord {
     pub ty: QuantType,
     /// (out, in), or the length of a vector, as loaded.
     pub shape: Vec<usize>,
-    /// As stored.
+    /// In that number format.
     pub bytes: usize,
 }
 

@@ -39,6 +39,20 @@ impl Weights {
         Ok(weights)
     }
 
+    /// A rule by pattern that counts for none of these pieces, because it fits none or others come first.
+    pub fn idle(&self, pieces: &[&Piece]) -> Option<&str> {
+        let used: Vec<_> = pieces.iter().filter_map(|piece| self.named(piece)).collect();
+        let mut patterns = (0..).zip(&self.named);
+        patterns.find(|(number, _)| !used.contains(number)).map(|(_, (pattern, _))| pattern.as_str())
+    }
+
+    /// The number of the first rule whose pattern fits.
+    fn named(&self, piece: &Piece) -> Option<usize> {
+        self.named.iter().position(|(pattern, _)| {
+            [piece.name.as_str(), piece.role, &piece.pattern].iter().any(|text| matches(pattern, text))
+        })
+    }
+
     /// The format to load a matrix (out, inp) in that is stored as `stored`.
     pub fn of(&self, piece: &Piece, stored: QuantType, shape: &[usize]) -> QuantType {
         let [out, inp] = *shape else { return stored };
@@ -46,11 +60,8 @@ impl Weights {
             return stored;
         }
         let fits = |ty: QuantType| ty.bytes(inp).is_some();
-        let named = self.named.iter().find(|(pattern, _)| {
-            matches(pattern, &piece.name) || matches(pattern, piece.role) || matches(pattern, &piece.pattern)
-        });
-        match (named, self.others) {
-            (Some((_, ty)), _) if fits(*ty) => *ty,
+        match (self.named(piece).map(|number| self.named[number].1), self.others) {
+            (Some(ty), _) if fits(ty) => ty,
             (None, Some(ty)) if out * inp >= SMALL && !is_delicate(piece.role) => {
                 let ty = if is_table(piece.role) && ty.bits() < 8.0 { QuantType::Q8_0 } else { ty };
                 if fits(ty) && ty.bits() < stored.bits() { ty } else { stored }
@@ -97,6 +108,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::spec::{Cut, Part};
 
     #[test]
     fn patterns_fit_as_their_stars_say() {
@@ -107,6 +119,71 @@ mod tests {
         }
         for (pattern, text) in [("", "a"), ("a", "ab"), ("a*b", "abc"), ("*x*", "abc")] {
             assert!(!matches(pattern, text), "{pattern} {text}");
+        }
+    }
+
+    fn piece(role: &'static str, name: &str) -> Piece {
+        let (layer, part, cut) = (None, Part::Whole, Cut::default());
+        Piece {
+            role,
+            name: name.into(),
+            pattern: name.into(),
+            layer,
+            shape: vec![],
+            part,
+            cut,
+            transposed: false,
+        }
+    }
+
+    /// For each exception a matrix that only it keeps from its rule.
+    #[test]
+    fn the_first_rule_that_fits_counts_and_exceptions_stay() {
+        use QuantType::*;
+        let rules = Weights::parse("a.*=q6,down=q8,*.b=q4_K,q4").unwrap();
+        let large = [256, 512];
+        for (role, name, stored, shape, expected) in [
+            ("q", "x", F16, &large[..], Q4_B32T1A),
+            ("q", "a.b", F16, &large, Q6_B64T1),
+            ("down", "a.x", F16, &large, Q6_B64T1),
+            ("down", "x", F16, &large, Q8_0),
+            ("q", "x.b", F16, &large, Q4_K),
+            // Rows that are no whole blocks of the named format.
+            ("q", "x.b", F16, &[256, 320], F16),
+            ("q", "x", F16, &[256, 48], F16),
+            // Small, but named.
+            ("q", "x", F16, &[64, 64], F16),
+            ("q", "a.x", F16, &[64, 64], Q6_B64T1),
+            // Never larger than stored, but by name.
+            ("q", "x", Q4_0, &large, Q4_0),
+            ("down", "x", Q4_0, &large, Q8_0),
+            ("embedding", "x", F16, &large, Q8_0),
+            ("head", "x", F16, &large, Q8_0),
+            ("router", "x", F16, &large, F16),
+            ("router", "a.x", F16, &large, Q6_B64T1),
+            ("positions", "a.x", F16, &large, F16),
+            ("relative_bias", "x", F16, &large, F16),
+            ("q", "a.x", F32, &[512], F32),
+        ] {
+            assert_eq!(
+                rules.of(&piece(role, name), stored, shape),
+                expected,
+                "{role} {name} {stored} {shape:?}"
+            );
+        }
+        let f16 = Weights::parse("f16").unwrap();
+        assert_eq!(f16.of(&piece("embedding", "x"), F32, &large), F16);
+        assert_eq!(Weights::default().of(&piece("q", "x"), F16, &large), F16);
+    }
+
+    #[test]
+    fn rules_that_count_for_nothing_are_found() {
+        let pieces = [piece("q", "l.0.q"), piece("head", "lm_head")];
+        let pieces: Vec<&Piece> = pieces.iter().collect();
+        for (rules, idle) in
+            [("q=q8,lm_*=q6,q4", None), ("q4", None), ("up=q8,q4", Some("up")), ("l.*=q8,q=q6", Some("q"))]
+        {
+            assert_eq!(Weights::parse(rules).unwrap().idle(&pieces), idle, "{rules}");
         }
     }
 

@@ -105,6 +105,23 @@ fn csv_and_table_have_the_same_rows() {
     assert!(table.contains("KV cache"), "what was allocated is said: {table}");
 }
 
+/// What is measured, and what a step is said to read, is the model as it is loaded.
+#[test]
+fn weights_are_loaded_as_the_rules_say() {
+    let measured = |weights: &str| {
+        let line =
+            format!("--synthetic 110M --weights {weights} --depth 0 --prefill 4 --decode 2 --sequences 1");
+        parsed(&reported(&bench(&format!("{line} --repeat 1 --kv-size 64tokens --format json"))))
+    };
+    let [f16, q4] = ["f16", "q4_0"].map(measured);
+    assert_eq!((&f16["model"]["dtype"], &q4["model"]["dtype"]), (&json!("f16"), &json!("q4_0, q8_0")));
+    let bytes = |report: &Value| number(&report["model"]["weight_bytes"]);
+    // 85 million numbers of 4.5 bits and twice 25 million of 8.5, for 16 each.
+    assert!((0.33..0.43).contains(&(bytes(&q4) / bytes(&f16))), "{} of {}", bytes(&q4), bytes(&f16));
+    let allocated = number(&q4["allocated"]["weight_bytes"]);
+    assert!((1.0..1.02).contains(&(allocated / bytes(&q4))), "{allocated} of {}", bytes(&q4));
+}
+
 #[test]
 fn a_report_goes_to_a_file() {
     let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("bench.json");

@@ -3,7 +3,6 @@
 use crate::common::{Outcome, all_home, complete, complete_all, config, drawn, greedy, mainstem, prompt};
 use mainstem::actors::Engine;
 use mainstem::cli::start;
-use mainstem::model::weights::Weights;
 use mainstem::request::Request;
 use mainstem_kernels::QuantType;
 use std::path::Path;
@@ -56,7 +55,10 @@ async fn answers(weights: &str, together: bool) -> Vec<Outcome> {
 
 /// Log-probabilities of the tokens of some texts.
 async fn scores(weights: &str, activations: &str, texts: &[Vec<u32>]) -> Vec<f32> {
-    let engine = demo(weights, activations, 4, 512).await;
+    scored(demo(weights, activations, 4, 512).await, texts).await
+}
+
+async fn scored(engine: Engine, texts: &[Vec<u32>]) -> Vec<f32> {
     let request = |text: &Vec<u32>| Request { prompt_logprobs: true, logprobs: Some(0), ..greedy(text, 1) };
     let outcomes = complete_all(&engine, texts.iter().map(request)).await;
     engine.stop();
@@ -124,6 +126,23 @@ async fn formats_of_more_bits_are_nearer_to_the_stored_model() {
     }
 }
 
+/// Members cut matrices where neither what is stored nor what is loaded has a block, and choose the same formats.
+#[actix::test]
+async fn members_of_a_stage_load_what_one_device_does() {
+    let texts = texts().await;
+    for rules in ["embedding=q8,q4", "*.down_proj.*=q4_K,q3h"] {
+        let whole = scores(rules, "f32", &texts).await;
+        for devices in ["cpu:0&cpu:1", "cpu:0;cpu:1"] {
+            let mut settings = settings(rules, 4, 512, "f32");
+            settings.extend([("device.groups", devices.into()), ("device.threads", 1.into())]);
+            let engine = start::engine(&config(Path::new(""), &settings)).await.expect("it can be divided");
+            let parted = scored(engine, &texts).await;
+            let most = whole.iter().zip(&parted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(most < 1e-4, "{rules} on {devices}: {most}");
+        }
+    }
+}
+
 #[test]
 fn rules_say_what_is_loaded_and_inspect_tells() {
     let inspect = |rules: &str| {
@@ -147,5 +166,10 @@ fn rules_say_what_is_loaded_and_inspect_tells() {
     let (ok, output) = inspect("q4,head=q8");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!ok && error.contains("model.weights") && error.contains("'head=q8'"), "{error}");
-    assert!(Weights::parse("q4").is_ok());
+    let (ok, output) = inspect("head=f16,q4");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !ok && error.contains("model.weights") && error.contains("'head'"),
+        "the demo's is tied: {error}"
+    );
 }

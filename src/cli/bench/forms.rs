@@ -2,8 +2,10 @@
 //!
 //! Invariant: all forms show the same figures.
 
+use super::ceilings::Limit;
 use super::partition::rows::{self as partition, PartitionFigures};
 use super::report::{Allocated, Figures, Machine, ModelFacts, Report, Settings, Summary};
+use mainstem_kernels::cpu::Ceilings;
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -64,6 +66,8 @@ impl Report {
                 time.median.to_string(),
                 time.max.to_string(),
                 cell(row.weight_bytes_per_s),
+                cell(row.share.map(|share| share.median)),
+                row.limit.map(Limit::name).unwrap_or_default().to_owned(),
                 cell(row.ratio),
             ];
             text += &cells.join(",");
@@ -138,15 +142,23 @@ impl Report {
                 mib(*step_bytes)
             );
         }
+        if let Some(Ceilings { read, f32, codes, bf16 }) = self.ceilings() {
+            let (f32, codes, bf16) = (f32 / 1e12, codes / 1e12, bf16 / 1e12);
+            let _ = writeln!(
+                text,
+                "ceilings:  reads {:.1} GB/s; {f32:.2} Top/s in F32, {codes:.2} of codes, {bf16:.2} in BF16",
+                read / 1e9
+            );
+        }
         text.push('\n');
         text
     }
 }
 
 const CSV_HEAD: &str = "test,sequences,depth,tokens,samples,tokens_per_s_min,tokens_per_s_median,\
-                        tokens_per_s_max,time_is,time_min,time_median,time_max,weight_bytes_per_s,ratio";
+                        tokens_per_s_max,time_is,time_min,time_median,time_max,weight_bytes_per_s,share,limit,ratio";
 
-const TABLE_HEAD: [&str; 8] = [
+const TABLE_HEAD: [&str; 9] = [
     "test",
     "sequences",
     "tokens",
@@ -154,6 +166,7 @@ const TABLE_HEAD: [&str; 8] = [
     "time median (min..max)",
     "of",
     "weights",
+    "of the limit",
     "speed-up",
 ];
 
@@ -164,6 +177,8 @@ impl Figures<'_> {
             None => self.test.to_owned(),
         };
         let of_weights = |bytes: f64| format!("{:.2} GB/s", bytes / 1e9);
+        let of_limit =
+            |(share, limit): (Summary, Limit)| format!("{:.0} % ({})", 100.0 * share.median, limit.name());
         [
             name,
             self.sequences.to_string(),
@@ -172,6 +187,7 @@ impl Figures<'_> {
             self.time.shown(2),
             self.time_is.to_owned(),
             self.weight_bytes_per_s.map(of_weights).unwrap_or_default(),
+            self.share.zip(self.limit).map(of_limit).unwrap_or_default(),
             self.ratio.map(|ratio| format!("{ratio:.2}x")).unwrap_or_default(),
         ]
     }

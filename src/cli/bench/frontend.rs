@@ -110,6 +110,7 @@ impl Layers<'_> {
             sequences,
             tokens: MAX_TOKENS,
             weight_bytes: None,
+            work: None,
             samples: Vec::new(),
         });
         self.progress.set_message(format!("{} of {sequences}", what.name()));
@@ -180,7 +181,7 @@ impl Consumers {
             let tokens = self.tokens() - before;
             if tokens >= sequences {
                 let seconds = began.elapsed().as_secs_f64();
-                return Ok(Sample { tokens, steps: tokens / sequences, seconds });
+                return Ok(Sample { tokens, steps: tokens / sequences, seconds, ceilings: None });
             }
         }
     }

@@ -3,12 +3,14 @@
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
 use super::asked::{Asked, Test, size_cache};
+use super::ceilings::{self, Work};
 use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
 use crate::cli::start::{self, factories, fetched_aside};
 use crate::cli::words;
 use crate::config::{Config, DeviceKind};
+use crate::model::load;
 use crate::model::spec::Kind;
 use crate::model::{ModelRef, ModelSource};
 use crate::request::{Request, RequestError, TokenEvent};
@@ -19,6 +21,16 @@ use mainstem_kernels::random::philox;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// The configured model, whose facts go to the report.
+pub async fn opened(config: &mut Config, report: &mut Report) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
+    let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
+    let (source, tokenizer) = start::configured(&model, &config.model)?;
+    check_kind(&source)?;
+    report.model = Some(ModelFacts::of(&source));
+    Ok((source, tokenizer))
+}
+
 /// Runs the tests that are asked for; what is done when the future is dropped stands in the report.
 pub async fn measure(
     mut config: Config,
@@ -27,11 +39,7 @@ pub async fn measure(
     report: &mut Report,
     progress: &ProgressBar,
 ) -> Result<()> {
-    config.model = fetched_aside(config.model, config.hub.clone()).await?;
-    let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = start::configured(&model, &config.model)?;
-    check_kind(&source)?;
-    report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
+    let (source, tokenizer) = opened(&mut config, report).await?;
     let context = config.kv.max_context.unwrap_or(source.spec.context);
     let tests = asked.tests(&mut config, context, &mut report.notes)?;
     size_cache(&mut config, &tests)?;
@@ -43,6 +51,7 @@ pub async fn measure(
         DeviceKind::Cpu | DeviceKind::Reference => Some(bytes_per_step(&source)),
         DeviceKind::Fake { .. } => None,
     };
+    let mut machine = ceilings::Measured::new(&config.device)?;
     let mut prompts = Prompts::new(&source, &tokenizer);
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");
@@ -54,11 +63,14 @@ pub async fn measure(
     for test in tests {
         let Test { what, sequences, tokens, .. } = test;
         let weight_bytes = weight_bytes.filter(|_| what != What::Prefill);
-        report.rows.push(Row { what, sequences, tokens, weight_bytes, samples: Vec::new() });
+        let work = machine.as_ref().map(ceilings::Measured::inputs);
+        let work = work.and_then(|inputs| Work::of_test(&source, inputs, what, sequences, tokens));
+        report.rows.push(Row { what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
         progress.set_message(test.to_string());
         // The first one warms up.
         for number in 0..=repeat {
-            let sample = sample(&engine.intake, &test, &mut prompts).await?;
+            let ceilings = machine.as_mut().filter(|_| work.is_some()).map(ceilings::Measured::now);
+            let sample = Sample { ceilings, ..sample(&engine.intake, &test, &mut prompts).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
             progress.inc(1);
@@ -69,7 +81,7 @@ pub async fn measure(
 }
 
 /// Refuses a model that the tests are not made for, before it is loaded.
-pub fn check_kind(source: &ModelSource) -> Result<()> {
+fn check_kind(source: &ModelSource) -> Result<()> {
     let kind = match source.spec.kind {
         Kind::Decoder => return Ok(()),
         Kind::Encoder => "an encoder",
@@ -90,12 +102,11 @@ fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
 
 /// Weights that each step reads, however few its rows: all but an embedding that is not the head too.
 fn bytes_per_step(source: &ModelSource) -> usize {
-    let (spec, checkpoint) = (&source.spec, &source.checkpoint);
-    let stack = spec.last_stack();
+    let stack = source.spec.last_stack();
     let is_read = stack.head.as_ref().is_some_and(|head| head.tied);
-    let embedding = stack.embedding.as_ref().filter(|_| !is_read);
-    let looked_up = embedding.and_then(|embedding| checkpoint.tensor(&embedding.table.name));
-    checkpoint.total_bytes() - looked_up.map_or(0, |embedding| embedding.bytes_len())
+    let looked_up = stack.embedding.as_ref().filter(|_| !is_read).map(|embedding| &embedding.table.name);
+    let tensors = load::records(source, &source.spec);
+    tensors.iter().filter(|tensor| Some(&tensor.name) != looked_up).map(|tensor| tensor.bytes).sum()
 }
 
 /// Prompts of ordinary tokens, another one each time, and the same ones in each run.
@@ -136,7 +147,7 @@ pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -
     Ok(match test.what {
         What::Prefill => {
             let seconds = (times[0][0] - began).as_secs_f64();
-            Sample { tokens: test.tokens as u64, steps: 1, seconds }
+            Sample { tokens: test.tokens as u64, steps: 1, seconds, ceilings: None }
         }
         _ => decoded(&times, test.tokens),
     })
@@ -162,7 +173,12 @@ fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
         times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
     let (began, ended) = (last[0], last[tokens]);
     let made = times.iter().flatten().filter(|time| **time > began && **time <= ended).count();
-    Sample { tokens: made as u64, steps: tokens as u64, seconds: (ended - began).as_secs_f64() }
+    Sample {
+        tokens: made as u64,
+        steps: tokens as u64,
+        seconds: (ended - began).as_secs_f64(),
+        ceilings: None,
+    }
 }
 
 #[cfg(test)]

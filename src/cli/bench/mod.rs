@@ -5,6 +5,7 @@
 //! measured is said.
 
 mod asked;
+mod ceilings;
 mod client;
 mod forms;
 mod frontend;

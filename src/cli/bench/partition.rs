@@ -9,16 +9,15 @@ mod links;
 pub mod rows;
 
 use super::asked::{Test, size_cache};
-use super::measure::{Prompts, check_kind, sample};
-use super::report::{ModelFacts, Report, What};
-use super::usage;
+use super::measure::{Prompts, opened as open, sample};
+use super::report::{Report, What};
 use crate::actors::EngineSetup;
 use crate::actors::device::Factory;
-use crate::cli::start::{self, factories, fetched_aside};
+use crate::cli::start::{self, factories};
 use crate::config::{
     Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of, spelled,
 };
-use crate::model::{ModelRef, ModelSource, Partition};
+use crate::model::{ModelSource, Partition};
 use crate::planner::shape::{ModelShape, Part, StackShape, Unit};
 use crate::planner::strategies::strategies;
 use crate::planner::{Device, Hardware, Link, Load, Place, Refusal, Together, forecast, opened, split};
@@ -90,11 +89,7 @@ pub async fn measure(
     report: &mut Report,
     progress: &ProgressBar,
 ) -> Result<()> {
-    config.model = fetched_aside(config.model, config.hub.clone()).await?;
-    let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = start::configured(&model, &config.model)?;
-    check_kind(&source)?;
-    report.model = Some(ModelFacts::of(source.name(), source.spec.context, &source.checkpoint));
+    let (source, tokenizer) = open(&mut config, report).await?;
     let mut bench = Bench::new(config, tests, tokens, source, tokenizer)?;
     // Simulated devices have their times from the links alone.
     let ways = bench.ways(&mut report.notes)?;

@@ -2,10 +2,13 @@
 //!
 //! Invariant: only samples are stored; every figure follows from them.
 
+use super::ceilings::{Limit, Work};
 use super::partition::rows::PartitionRow;
 use crate::config::{Config, KvConfig, SchedulerConfig};
-use crate::formats::Checkpoint;
+use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
+use crate::model::load;
+use mainstem_kernels::cpu::Ceilings;
 use serde::Serialize;
 
 /// All that one run has to tell.
@@ -39,8 +42,9 @@ pub struct Machine {
 pub struct ModelFacts {
     pub name: String,
     pub parameters: usize,
+    /// In the number formats they are loaded in.
     pub weight_bytes: usize,
-    /// Number formats of the matrices.
+    /// Those of the matrices.
     pub dtype: String,
     /// Tokens of prompt and answer together that the model was made for.
     pub context: usize,
@@ -76,6 +80,9 @@ pub struct Sample {
     /// What the time is told of: steps, or 1.
     pub steps: u64,
     pub seconds: f64,
+    /// What the machine could do right before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ceilings: Option<Ceilings>,
 }
 
 /// The samples of one test.
@@ -86,6 +93,8 @@ pub struct Row {
     pub tokens: usize,
     /// Weights that every step reads, in bytes, where that bounds the speed.
     pub weight_bytes: Option<usize>,
+    /// What each step must do, where that is known.
+    pub work: Option<Work>,
     pub samples: Vec<Sample>,
 }
 
@@ -117,6 +126,9 @@ pub struct Figures<'a> {
     pub time: Summary,
     /// Bytes of weights read in a second, at the median.
     pub weight_bytes_per_s: Option<f64>,
+    /// The least time that a step can take on this machine, over the time it took; and what limits it.
+    pub share: Option<Summary>,
+    pub limit: Option<Limit>,
     /// Median tokens per second, over that of one sequence.
     pub ratio: Option<f64>,
     pub samples: &'a [Sample],
@@ -187,6 +199,27 @@ impl What {
 }
 
 impl Row {
+    /// Of each sample the least time of a step, and what bounds it.
+    fn least(&self) -> impl Iterator<Item = (&Sample, (f64, Limit))> {
+        let least = |sample: &Sample| Some(self.work?.least(&sample.ceilings?));
+        self.samples.iter().filter_map(move |sample| Some((sample, least(sample)?)))
+    }
+
+    fn share(&self) -> Option<Summary> {
+        let mut shares =
+            self.least().map(|(sample, (least, _))| least / sample.seconds_per_step()).peekable();
+        shares.peek().is_some().then_some(())?;
+        Some(Summary::of(shares))
+    }
+
+    /// What bounds most samples.
+    fn limit(&self) -> Option<Limit> {
+        let (reading, all) = self.least().fold((0, 0), |(reading, all), (_, (_, limit))| {
+            (reading + usize::from(limit == Limit::Reading), all + 1)
+        });
+        (all > 0).then_some(if 2 * reading >= all { Limit::Reading } else { Limit::Arithmetic })
+    }
+
     fn tokens_per_s(&self) -> Summary {
         Summary::of(self.samples.iter().map(Sample::tokens_per_s))
     }
@@ -204,6 +237,8 @@ impl Row {
             time_is,
             time,
             weight_bytes_per_s: self.weight_bytes.map(|bytes| bytes as f64 * per_second / time.median),
+            share: self.share(),
+            limit: self.limit(),
             ratio: one.filter(|_| self.what == What::Fused).map(|one| tokens_per_s.median / one),
             samples: &self.samples,
         }
@@ -211,19 +246,19 @@ impl Row {
 }
 
 impl ModelFacts {
-    /// Of a model called `name`, made for `context` positions.
-    pub fn of(name: String, context: usize, checkpoint: &Checkpoint) -> ModelFacts {
-        let matrices = checkpoint.tensors().filter(|tensor| tensor.shape.len() > 1);
-        let mut types: Vec<String> =
-            matrices.filter_map(|tensor| Some(tensor.quant_type().ok()?.to_string())).collect();
+    /// Of a model as it is to be loaded.
+    pub fn of(source: &ModelSource) -> ModelFacts {
+        let tensors = load::records(source, &source.spec);
+        let matrices = tensors.iter().filter(|tensor| tensor.shape.len() > 1);
+        let mut types: Vec<&str> = matrices.map(|tensor| tensor.ty.name()).collect();
         types.sort_unstable();
         types.dedup();
         ModelFacts {
-            name,
-            parameters: checkpoint.tensors().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
-            weight_bytes: checkpoint.total_bytes(),
+            name: source.name(),
+            parameters: tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum(),
+            weight_bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
             dtype: types.join(", "),
-            context,
+            context: source.spec.context,
         }
     }
 }
@@ -257,6 +292,22 @@ impl Report {
     pub fn built(&mut self, config: &Config, built: &ExecutorReport) {
         self.settings = Settings::of(config, self.settings.repeat);
         self.machine.device = built.device.clone();
+    }
+
+    /// The medians of those that were measured beside the samples.
+    pub fn ceilings(&self) -> Option<Ceilings> {
+        let samples = || self.rows.iter().flat_map(|row| &row.samples);
+        let all: Vec<Ceilings> = samples().filter_map(|sample| sample.ceilings).collect();
+        if all.is_empty() {
+            return None;
+        }
+        let median = |of: fn(&Ceilings) -> f64| Summary::of(all.iter().map(of)).median;
+        Some(Ceilings {
+            read: median(|all| all.read),
+            f32: median(|all| all.f32),
+            codes: median(|all| all.codes),
+            bf16: median(|all| all.bf16),
+        })
     }
 
     /// Of every row that has a sample.
@@ -307,9 +358,11 @@ pub mod tests {
     }
 
     pub fn row(what: What, sequences: usize, seconds: &[f64]) -> Row {
-        let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds };
+        let ceilings = Some(Ceilings { read: 1e4, f32: 1e6, codes: 1e6, bf16: 1e6 });
+        let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, ceilings };
         let samples = seconds.iter().map(sample).collect();
-        Row { what, sequences, tokens: 10, weight_bytes: Some(1000), samples }
+        let work = Some(Work { read: 1000.0, f32: 2e4 * sequences as f64, ..Work::default() });
+        Row { what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples }
     }
 
     pub fn report(rows: Vec<Row>) -> Report {
@@ -331,6 +384,9 @@ pub mod tests {
         assert_eq!(figures[0].tokens_per_s, Summary { min: 2.5, median: 5.0, max: 10.0 });
         assert_eq!(figures[0].time, Summary { min: 100.0, median: 200.0, max: 400.0 });
         assert_eq!(figures[0].weight_bytes_per_s, Some(5000.0));
+        let share = |i: usize| (figures[i].share.unwrap().median, figures[i].limit.unwrap());
+        assert_eq!(share(0), (0.5, Limit::Reading), "0.1 s to read what a step of 0.2 s needs");
+        assert_eq!(share(1), (0.5, Limit::Reading));
         assert_eq!((figures[0].ratio, figures[1].ratio, figures[2].ratio), (Some(1.0), Some(4.0), None));
         assert_eq!((figures[1].depth, figures[2].depth), (None, Some(7)));
     }

@@ -196,7 +196,7 @@ fn grouped(tensors: &[Tensor]) -> Vec<Row> {
     let mut groups: Vec<(&Tensor, usize, usize)> = Vec::new();
     for tensor in tensors {
         let alike = |(first, ..): &&mut (&Tensor, usize, usize)| {
-            first.pattern == tensor.pattern && (first.ty, first.stored) == (tensor.ty, tensor.stored)
+            first.pattern == tensor.pattern && (&first.ty, first.stored) == (&tensor.ty, tensor.stored)
         };
         match groups.iter_mut().find(alike) {
             Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),
@@ -210,7 +210,7 @@ fn tensor_row(tensor: &Tensor, name: &str, count: usize, bytes: usize) -> Row {
     let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
     let times = if count > 1 { format!("x {count}") } else { String::new() };
     let ty = match tensor.ty == tensor.stored {
-        true => tensor.ty.to_owned(),
+        true => tensor.ty.clone(),
         false => format!("{} (stored {})", tensor.ty, tensor.stored),
     };
     row([name, tensor.role, &ty, &shape.join(" x "), &times, &size(bytes)])

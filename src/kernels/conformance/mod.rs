@@ -160,8 +160,18 @@ mod tests {
     }
 
     #[test]
+    fn cpu_with_amx_conforms() {
+        cpu_conforms(Isa::Amx);
+    }
+
+    #[test]
     fn cpu_with_avx512_conforms() {
         cpu_conforms(Isa::Avx512);
+    }
+
+    #[test]
+    fn cpu_with_the_first_avx512_conforms() {
+        cpu_conforms(Isa::Avx512F);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
 use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
-use crate::quant::QuantType;
+use crate::quant::{Operand, QuantType};
 
 /// Mixtures of every scoring, from one expert to many, with ties and a NaN among the logits.
 pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
@@ -13,8 +13,10 @@ pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         for mixture in Mixture::all(ty) {
             let (want, magnitudes) = (mixture.on(oracle), mixture.magnitudes().on(oracle));
             // The last bit of a number may decide which code it becomes.
-            let is_coded = ty.takes_codes(device.backend.inputs());
-            let bound = if is_coded { 0.01 } else { 6.0 * (bounds.matmul)(ty) };
+            let bound = match ty.operand(device.backend.inputs()) {
+                Operand::F32 => 6.0 * (bounds.matmul)(ty),
+                Operand::Codes | Operand::Bf16 => 0.01,
+            };
             close(format_args!("{mixture:?}"), &mixture.on(device), &want, bound, |i| magnitudes[i]);
         }
     }

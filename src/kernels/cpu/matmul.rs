@@ -20,9 +20,7 @@
 #![allow(unsafe_code)]
 
 use super::pool::{Parts, Pool};
-use super::simd::{
-    Code, F32, ForCode, Kernel, LANES, Level, Simd, is_direct, load_part, prefetch, with_code,
-};
+use super::simd::{Code, F32, ForCode, Kernel, LANES, Level, Simd, load_part, prefetch, with_code};
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
@@ -115,9 +113,9 @@ impl Kernel for Multiply<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        match is_direct(self.w.ty) {
-            true => with_code(self.w.ty, Typed { op: self, simd }),
-            false => self.write_out(simd),
+        match self.w.ty.is_blocked() {
+            false => with_code(self.w.ty, Typed { op: self, simd }),
+            true => self.write_out(simd),
         }
     }
 }
@@ -310,20 +308,27 @@ impl<W: Code> Product<'_, W> {
     /// Outs side by side: as many as leave registers for the sums.
     fn stream<S: Simd>(&self, simd: S, rows: Range<usize>, outs: Range<usize>) {
         let product = self;
-        match (S::TILE_OUTS, rows.len()) {
-            (_, 0) => {}
-            (2, 1) => simd.call(Stream::<W, 1, 4> { product, rows, outs }),
-            (2, 2) => simd.call(Stream::<W, 2, 2> { product, rows, outs }),
-            (2, 3) => simd.call(Stream::<W, 3, 2> { product, rows, outs }),
-            (3, 1) => simd.call(Stream::<W, 1, 8> { product, rows, outs }),
-            (3, 2) => simd.call(Stream::<W, 2, 8> { product, rows, outs }),
-            (3, 3) => simd.call(Stream::<W, 3, 6> { product, rows, outs }),
-            (3, 4) => simd.call(Stream::<W, 4, 6> { product, rows, outs }),
-            (3, 5) => simd.call(Stream::<W, 5, 4> { product, rows, outs }),
-            (3, 6) => simd.call(Stream::<W, 6, 4> { product, rows, outs }),
-            (3, 7) => simd.call(Stream::<W, 7, 3> { product, rows, outs }),
-            (3, 8) => simd.call(Stream::<W, 8, 3> { product, rows, outs }),
-            (outs, rows) => unreachable!("no tile of {rows} rows and {outs} outs; this is a bug"),
+        // One within the other, so that only what a set uses is compiled for it.
+        match S::TILE_OUTS {
+            2 => match rows.len() {
+                0 => {}
+                1 => simd.call(Stream::<W, 1, 4> { product, rows, outs }),
+                2 => simd.call(Stream::<W, 2, 2> { product, rows, outs }),
+                3 => simd.call(Stream::<W, 3, 2> { product, rows, outs }),
+                rows => unreachable!("no tile has {rows} rows; this is a bug"),
+            },
+            _ => match rows.len() {
+                0 => {}
+                1 => simd.call(Stream::<W, 1, 8> { product, rows, outs }),
+                2 => simd.call(Stream::<W, 2, 8> { product, rows, outs }),
+                3 => simd.call(Stream::<W, 3, 6> { product, rows, outs }),
+                4 => simd.call(Stream::<W, 4, 6> { product, rows, outs }),
+                5 => simd.call(Stream::<W, 5, 4> { product, rows, outs }),
+                6 => simd.call(Stream::<W, 6, 4> { product, rows, outs }),
+                7 => simd.call(Stream::<W, 7, 3> { product, rows, outs }),
+                8 => simd.call(Stream::<W, 8, 3> { product, rows, outs }),
+                rows => unreachable!("no tile has {rows} rows; this is a bug"),
+            },
         }
     }
 
@@ -512,11 +517,11 @@ impl<W: Code> Panel<'_, W> {
             1 => simd.call(Micro::<1, O> { x, w, sums }),
             2 => simd.call(Micro::<2, O> { x, w, sums }),
             3 => simd.call(Micro::<3, O> { x, w, sums }),
-            4 => simd.call(Micro::<4, O> { x, w, sums }),
-            5 => simd.call(Micro::<5, O> { x, w, sums }),
-            6 => simd.call(Micro::<6, O> { x, w, sums }),
-            7 => simd.call(Micro::<7, O> { x, w, sums }),
-            8 => simd.call(Micro::<8, O> { x, w, sums }),
+            4 if const { S::TILE_ROWS >= 4 } => simd.call(Micro::<4, O> { x, w, sums }),
+            5 if const { S::TILE_ROWS >= 5 } => simd.call(Micro::<5, O> { x, w, sums }),
+            6 if const { S::TILE_ROWS >= 6 } => simd.call(Micro::<6, O> { x, w, sums }),
+            7 if const { S::TILE_ROWS >= 7 } => simd.call(Micro::<7, O> { x, w, sums }),
+            8 if const { S::TILE_ROWS >= 8 } => simd.call(Micro::<8, O> { x, w, sums }),
             rows => unreachable!("no tile has {rows} rows; this is a bug"),
         }
     }

@@ -6,6 +6,8 @@
 
 mod config;
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod pool;
 mod products;
 mod simd;
@@ -13,6 +15,8 @@ mod step;
 
 mod activation;
 mod attention;
+mod ceilings;
+mod halves;
 mod matmul;
 mod moe;
 mod norm;
@@ -21,6 +25,7 @@ mod rope;
 mod rows;
 mod sample;
 
+pub use ceilings::{Ceilings, Meter};
 pub use config::{CpuConfig, Isa};
 
 use crate::backend::{
@@ -30,8 +35,9 @@ use crate::backend::{
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
 use crate::host::HostBuf;
-use crate::quant::{Inputs, QuantType};
+use crate::quant::{Inputs, Operand, QuantType};
 use crate::stage::Stage;
+use halves::Dots;
 use moe::{MoeScratch, MoeSizes};
 use pool::Pool;
 use products::{Products, Widths};
@@ -51,6 +57,7 @@ pub struct CpuBackend {
     step: Option<Step>,
     sampling: Option<SampleScratch>,
     inputs: Inputs,
+    dots: Option<Dots>,
     products: Option<Products>,
     attention: Option<HostBuf>,
     moe: Option<MoeScratch>,
@@ -85,18 +92,31 @@ impl CpuBackend {
         if config.threads == 0 {
             return Err(DeviceError::Unsupported("a CPU device needs at least one thread".into()));
         }
+        let dots = Dots::new(config.isa);
+        if config.isa == Isa::Amx && dots.is_none() {
+            return Err(DeviceError::Unsupported("this CPU, or its system, has no amx".into()));
+        }
         Ok(CpuBackend {
             level: Level::new(config.isa)?,
             pool: Pool::new(config.threads)?,
             stage: Stage::default(),
             step: None,
             sampling: None,
-            inputs: config.inputs,
+            inputs: if dots.is_some() { config.inputs.with_halves() } else { config.inputs },
+            dots,
             products: None,
             attention: None,
             moe: None,
             sizes: Sizes::default(),
         })
+    }
+
+    fn isa(&self) -> Isa {
+        match self.dots {
+            #[cfg(target_arch = "x86_64")]
+            Some(Dots::Amx(_)) => Isa::Amx,
+            _ => self.level.isa(),
+        }
     }
 
     fn step(&self) -> &Step {
@@ -113,7 +133,7 @@ impl CpuBackend {
         }
         let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
         if self.products.is_none() || more_rows || sizes.widths != from.widths {
-            self.products = Some(Products::new(self.inputs, sizes.rows, sizes.widths, threads)?);
+            self.products = Some(Products::new((self.inputs, self.dots), sizes.rows, sizes.widths, threads)?);
         }
         if self.attention.is_none() || sizes.v_dim > from.v_dim {
             let len = threads * attention::scratch_len(sizes.v_dim);
@@ -134,11 +154,7 @@ impl Backend for CpuBackend {
 
     fn describe(&self) -> String {
         let threads = self.pool.threads();
-        format!(
-            "cpu ({}, {threads} {})",
-            self.level.isa().name(),
-            if threads == 1 { "thread" } else { "threads" }
-        )
+        format!("cpu ({}, {threads} {})", self.isa().name(), if threads == 1 { "thread" } else { "threads" })
     }
 
     fn inputs(&self) -> Inputs {
@@ -175,21 +191,23 @@ impl Backend for CpuBackend {
         let expected = ty.bytes(inp).and_then(|row| row.checked_mul(out));
         assert_eq!(Some(bytes.len()), expected, "{ty} codes of a {out} x {inp} matrix");
         self.grow_scratch(Sizes { widths: Widths::of(self.inputs, ty, inp), ..Sizes::default() })?;
-        if ty.takes_codes(self.inputs) {
-            let mut buf = HostBuf::zeroed(self.weight_bytes(ty, out, inp))?;
-            packed::pack(&mut self.pool, ty, (out, inp), bytes, &mut buf);
-            return Ok(Weight { buf, ty, out, inp });
+        let mut buf = HostBuf::zeroed(self.weight_bytes(ty, out, inp))?;
+        match ty.operand(self.inputs) {
+            Operand::Codes => packed::pack(&mut self.pool, ty, (out, inp), bytes, &mut buf),
+            Operand::Bf16 => halves::pack(&mut self.pool, (out, inp), bytes, &mut buf),
+            Operand::F32 => self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
+                to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
+            }),
         }
-        let mut buf = HostBuf::zeroed(bytes.len())?;
-        self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
-            to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
-        });
         Ok(Weight { buf, ty, out, inp })
     }
 
     fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize {
-        let packed = packed::packed_bytes(ty, out, inp).filter(|_| ty.takes_codes(self.inputs));
-        packed.unwrap_or_else(|| ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out)
+        match ty.operand(self.inputs) {
+            Operand::Codes => packed::packed_bytes(ty, out, inp).expect("it has codes; this is a bug"),
+            Operand::Bf16 => halves::packed_bytes(out, inp),
+            Operand::F32 => ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out,
+        }
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {

@@ -2,13 +2,14 @@
 //!
 //! Invariant: a weight's format and the device's [`Inputs`] decide how it is stored and multiplied, nothing else.
 
+use super::halves::{self, Dots, HalvesScratch};
 use super::matmul::{MatmulScratch, matmul};
 use super::packed::{self, PackedScratch};
 use super::pool::Pool;
-use super::simd::{Level, is_direct};
+use super::simd::Level;
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
-use crate::quant::{Inputs, QuantType};
+use crate::quant::{Inputs, Operand, QuantType};
 
 /// The widest weights, by what their products need room for: columns.
 #[derive(Clone, Copy, Default, PartialEq)]
@@ -17,17 +18,20 @@ pub struct Widths {
     pub plain: usize,
     /// Of those among them that are written out.
     pub written: usize,
-    /// Of those that are packed.
+    /// Of those that are packed, as codes and as BF16.
     pub packed: usize,
+    pub halves: usize,
 }
 
 impl Widths {
     /// Of one weight of `ty` with `inp` columns.
     pub fn of(inputs: Inputs, ty: QuantType, inp: usize) -> Widths {
-        match (ty.takes_codes(inputs), is_direct(ty)) {
-            (true, _) => Widths { packed: inp, ..Widths::default() },
-            (_, true) => Widths { plain: inp, ..Widths::default() },
-            (_, false) => Widths { plain: inp, written: inp, packed: 0 },
+        let none = Widths::default();
+        match (ty.operand(inputs), ty.is_blocked()) {
+            (Operand::Codes, _) => Widths { packed: inp, ..none },
+            (Operand::Bf16, _) => Widths { halves: inp, ..none },
+            (Operand::F32, false) => Widths { plain: inp, ..none },
+            (Operand::F32, true) => Widths { plain: inp, written: inp, ..none },
         }
     }
 
@@ -37,6 +41,7 @@ impl Widths {
             plain: self.plain.max(other.plain),
             written: self.written.max(other.written),
             packed: self.packed.max(other.packed),
+            halves: self.halves.max(other.halves),
         }
     }
 }
@@ -46,15 +51,24 @@ pub struct Products {
     inputs: Inputs,
     plain: MatmulScratch,
     packed: PackedScratch,
+    halves: HalvesScratch,
+    dots: Option<Dots>,
 }
 
 impl Products {
     /// Room for `rows` rows on `threads` threads.
-    pub fn new(inputs: Inputs, rows: usize, widths: Widths, threads: usize) -> Result<Products, DeviceError> {
+    pub fn new(
+        (inputs, dots): (Inputs, Option<Dots>),
+        rows: usize,
+        widths: Widths,
+        threads: usize,
+    ) -> Result<Products, DeviceError> {
         Ok(Products {
             inputs,
+            dots,
             plain: MatmulScratch::new(rows, widths.plain, widths.written, threads)?,
             packed: PackedScratch::new(rows, widths.packed, threads)?,
+            halves: HalvesScratch::new(rows, widths.halves, threads)?,
         })
     }
 
@@ -67,9 +81,13 @@ impl Products {
         bias: Option<&[f32]>,
         (x, y): (&[f32], &mut [f32]),
     ) {
-        match w.ty.takes_codes(self.inputs) {
-            true => packed::matmul(pool, level, &mut self.packed, w, bias, (x, y)),
-            false => matmul(pool, level, &mut self.plain, w, bias, x, y),
+        match w.ty.operand(self.inputs) {
+            Operand::F32 => matmul(pool, level, &mut self.plain, w, bias, x, y),
+            Operand::Codes => packed::matmul(pool, level, &mut self.packed, w, bias, (x, y)),
+            Operand::Bf16 => {
+                let dots = self.dots.expect("a device without them takes F32; this is a bug");
+                halves::matmul(pool, dots, &mut self.halves, w, bias, (x, y));
+            }
         }
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! Invariant: each row is computed by one thread, from that row alone; a product is rounded before it is added.
 
-use super::packed;
 use super::pool::Pool;
 use super::simd::{Code, ForCode, with_code};
 use super::step::Step;
+use super::{halves, packed};
 use crate::backend::Weight;
 use crate::host::HostBuf;
-use crate::quant::Inputs;
+use crate::quant::{Inputs, Operand};
 use std::ops::Range;
 
 /// Numbers, whole blocks of any type, that are decoded at a time where they do not replace what is there.
@@ -54,8 +54,10 @@ pub fn embed_positions(
 
 /// The numbers of row `row` from column `column` on; they begin and end where blocks do.
 fn read(inputs: Inputs, table: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
-    if table.ty.takes_codes(inputs) {
-        return packed::read(table, row, column, values);
+    match table.ty.operand(inputs) {
+        Operand::F32 => {}
+        Operand::Codes => return packed::read(table, row, column, values),
+        Operand::Bf16 => return halves::read(table, row, column, values),
     }
     let first = row * table.inp + column;
     if !table.ty.is_blocked() {

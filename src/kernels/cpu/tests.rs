@@ -51,7 +51,7 @@ fn products_have_the_same_bits_in_any_arrangement() {
     // Odd ends, several cuts, panels and items; a width at which few outs fit a panel.
     for (out, inp) in [(5, 33), (129, 1000), (131, 992), (67, 2048), (10, 20_000)] {
         for ty in few_types().filter(|ty| ty.bytes(inp).is_some()) {
-            for isa in [Isa::Avx512, Isa::Avx2, Isa::Portable] {
+            for isa in Isa::ALL {
                 let Some(mut alone) = backend(isa, 1) else { continue };
                 let whole = product(&mut alone, ty, 64, out, inp);
                 for threads in 1..4 {
@@ -71,13 +71,47 @@ fn products_have_the_same_bits_in_any_arrangement() {
 
 #[test]
 fn fused_instruction_sets_have_the_same_bits() {
-    let (Some(mut wide), Some(mut narrow)) = (backend(Isa::Avx512, 2), backend(Isa::Avx2, 2)) else { return };
-    for ty in few_types() {
-        let inp = if ty.is_blocked() { 1024 } else { 1001 };
-        assert!(product(&mut wide, ty, 37, 130, inp) == product(&mut narrow, ty, 37, 130, inp), "{ty}");
+    let Some(mut narrow) = backend(Isa::Avx2, 2) else { return };
+    for isa in [Isa::Amx, Isa::Avx512, Isa::Avx512F] {
+        let Some(mut wide) = backend(isa, 2) else { continue };
+        for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
+            if ty.operand(wide.inputs) == Operand::Bf16 {
+                continue;
+            }
+            let inp = if ty.is_blocked() { 1024 } else { 1001 };
+            assert!(product(&mut wide, ty, 37, 130, inp) == product(&mut narrow, ty, 37, 130, inp), "{ty}");
+        }
     }
+    let Some(_) = backend(Isa::Avx512F, 2) else { return };
     let make = |isa| move || backend(isa, 2).expect("it was there");
-    assert!(fingerprint(&make(Isa::Avx512)) == fingerprint(&make(Isa::Avx2)));
+    assert!(fingerprint(&make(Isa::Avx512F)) == fingerprint(&make(Isa::Avx2)));
+}
+
+/// Even and odd products of 32 columns are summed apart, then together: what AMX does, and what makes one row's bits those of many.
+#[test]
+fn amx_sums_products_of_bf16_in_its_order() {
+    let Some(mut cpu) = backend(Isa::Amx, 1) else { return };
+    let (rows, out, inp) = (17, 5, 70);
+    let rounded = |values: Vec<f32>| -> Vec<f32> {
+        values.iter().map(|value| half::bf16::from_f32(*value).to_f32()).collect()
+    };
+    let (w, x) = (rounded(noise(1, out * inp)), rounded(noise(2, 64 * inp)));
+    let bias = noise(3, out);
+    let element = |row: usize, o: usize| {
+        let columns = x[row * inp..][..inp].chunks(32).zip(w[o * inp..][..inp].chunks(32));
+        let sums = columns.map(|(x, w)| {
+            let mut sums = [0f32; 2];
+            for (i, (x, w)) in x.iter().zip(w).enumerate() {
+                sums[i % 2] = x.mul_add(*w, sums[i % 2]);
+            }
+            sums[0] + sums[1]
+        });
+        (sums.fold(0f32, |total, sum| total + sum) + bias[o]).to_bits()
+    };
+    for (row, got) in product(&mut cpu, QuantType::BF16, rows, out, inp).iter().enumerate() {
+        let expected: Vec<u32> = (0..out).map(|o| element(row, o)).collect();
+        assert_eq!(*got, expected, "row {row}");
+    }
 }
 
 /// A slot's last token, whose successor is wanted.

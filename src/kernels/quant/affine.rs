@@ -22,8 +22,7 @@
 //!
 //! Invariant: the layouts are those of Inferflow's code, which puts the odd number of a pair into the digit of 11.
 
-use super::finite;
-use half::f16;
+use super::{finite, half_at, put_half};
 
 /// How a block's numbers become codes and bytes.
 pub(super) trait Affine {
@@ -46,14 +45,13 @@ pub(super) trait Affine {
 
     /// Writes base and scale.
     fn put_head(base: f32, scale: f32, to: &mut [u8]) {
-        to[..2].copy_from_slice(&f16::from_f32(base).to_le_bytes());
-        to[2..].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+        put_half(to, 0, base);
+        put_half(to, 2, scale);
     }
 
     /// Reads base and scale.
     fn head(from: &[u8]) -> (f32, f32) {
-        let half = |at: usize| f16::from_le_bytes([from[at], from[at + 1]]).to_f32();
-        (half(0), half(2))
+        (half_at(from, 0), half_at(from, 2))
     }
 }
 

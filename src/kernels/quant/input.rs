@@ -5,14 +5,36 @@
 //!
 //! Invariant: fast kernels give these codes and scales bit for bit.
 
-/// What products with coded weights take the other operand as.
+/// What products take the operand beside the weights as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Inputs {
     /// Codes of 8 bits, where the weights' format has kernels for it: the fastest.
     #[default]
     Coded,
+    /// The same, and BF16 beside weights of BF16: for a device with instructions for this.
+    CodedAndHalves,
     /// F32, as it is.
     Plain,
+}
+
+impl Inputs {
+    /// With BF16 beside weights of BF16, unless all stays F32.
+    pub fn with_halves(self) -> Inputs {
+        match self {
+            Inputs::Plain => Inputs::Plain,
+            Inputs::Coded | Inputs::CodedAndHalves => Inputs::CodedAndHalves,
+        }
+    }
+}
+
+/// What a product takes its input as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    F32,
+    /// [`InputBlock`]s.
+    Codes,
+    /// BF16, rounded to nearest, halves to even.
+    Bf16,
 }
 
 /// Numbers of a block.

@@ -21,7 +21,7 @@ mod superblocks;
 
 mod table;
 
-pub use input::{INPUT_BLOCK, InputBlock, Inputs};
+pub use input::{INPUT_BLOCK, InputBlock, Inputs, Operand};
 pub use parts::Parts;
 
 use half::f16;
@@ -138,9 +138,13 @@ impl QuantType {
         parts::of(self)
     }
 
-    /// Whether products with weights of this type take the other operand as codes, on a device of these inputs.
-    pub fn takes_codes(self, inputs: Inputs) -> bool {
-        inputs == Inputs::Coded && self.parts().is_some()
+    /// What products with weights of this type take the other operand as, on a device of these inputs.
+    pub fn operand(self, inputs: Inputs) -> Operand {
+        match inputs {
+            Inputs::Coded | Inputs::CodedAndHalves if self.parts().is_some() => Operand::Codes,
+            Inputs::CodedAndHalves if self == QuantType::BF16 => Operand::Bf16,
+            _ => Operand::F32,
+        }
     }
 
     /// Bits that a number takes, its share of the block's scales counted.

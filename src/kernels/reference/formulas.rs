@@ -8,7 +8,8 @@ use crate::backend::{
     Scoring, Weight,
 };
 use crate::host::HostBuf;
-use crate::quant::{InputBlock, Inputs, QuantType};
+use crate::quant::{InputBlock, Inputs, Operand, QuantType};
+use half::bf16;
 use std::borrow::Cow;
 use std::f64::consts::{FRAC_2_SQRT_PI, PI, SQRT_2};
 
@@ -171,7 +172,7 @@ pub(super) fn expert_mlp(inputs: Inputs, expert: &Expert<HostBuf>, act: Activati
 
 /// w (out, in) · x (in)
 fn product(inputs: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
-    let x = &*as_taken(w.ty.takes_codes(inputs), x);
+    let x = &*as_taken(w.ty.operand(inputs), x);
     let mut weights = vec![0.0; w.inp];
     let row = |o| {
         read_codes(w.ty, &w.buf, o, &mut weights);
@@ -180,11 +181,12 @@ fn product(inputs: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
     (0..w.out).map(row).collect()
 }
 
-/// x, or what its codes stand for.
-pub(super) fn as_taken(takes_codes: bool, x: &[f32]) -> Cow<'_, [f32]> {
-    match takes_codes {
-        true => x.as_chunks().0.iter().flat_map(|x| InputBlock::of(x).values()).collect(),
-        false => Cow::Borrowed(x),
+/// x as products take it.
+pub(super) fn as_taken(operand: Operand, x: &[f32]) -> Cow<'_, [f32]> {
+    match operand {
+        Operand::F32 => Cow::Borrowed(x),
+        Operand::Codes => x.as_chunks().0.iter().flat_map(|x| InputBlock::of(x).values()).collect(),
+        Operand::Bf16 => x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
     }
 }
 

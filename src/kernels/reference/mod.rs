@@ -184,7 +184,7 @@ impl Backend for Reference {
     ) {
         let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
         let mut weights = vec![0.0; w.inp];
-        let x = &*as_taken(w.ty.takes_codes(self.inputs), x);
+        let x = &*as_taken(w.ty.operand(self.inputs), x);
         for o in 0..w.out {
             read_codes(w.ty, &w.buf, o, &mut weights);
             let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[o]));

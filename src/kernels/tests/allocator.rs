@@ -122,6 +122,8 @@ struct Everything {
     cpu: CpuBackend,
     /// (vocabulary or positions, width), for everything.
     matrix: Weight<HostBuf>,
+    /// The same in blocks: multiplied as codes, and written out.
+    blocks: [Weight<HostBuf>; 2],
     vector: HostBuf,
     norm: Norm<HostBuf>,
     rope: Rope<HostBuf>,
@@ -140,7 +142,8 @@ impl Everything {
         let [x, y, angles] = [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * WIDTH));
         let table = floats(&mut cpu, HEADS * (2 * LIMITS.positions - 1));
         let mut everything = Everything {
-            matrix: matrix(&mut cpu, LIMITS.positions, 1),
+            matrix: matrix(&mut cpu, QuantType::F16, LIMITS.positions, 1),
+            blocks: [QuantType::Q4_0, QuantType::Q5_0].map(|ty| matrix(&mut cpu, ty, LIMITS.positions, 1)),
             vector: floats(&mut cpu, WIDTH),
             norm: norm(&mut cpu),
             rope: rope(&mut cpu),
@@ -179,7 +182,11 @@ impl Everything {
     }
 
     fn before_attention(&mut self, rows: usize) {
-        let Everything { cpu, matrix, vector, norm, rope, x, y, angles, logits, .. } = self;
+        let Everything { cpu, matrix, blocks, vector, norm, rope, x, y, angles, logits, .. } = self;
+        for blocks in blocks {
+            cpu.embed(blocks, 7, x);
+            cpu.matmul(rows, blocks, Some(vector), x, logits);
+        }
         cpu.embed(matrix, 7, x);
         cpu.embed_positions(matrix, 2, x);
         cpu.norm(rows, norm, x, y);
@@ -237,10 +244,10 @@ fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {
     buf
 }
 
-fn matrix(cpu: &mut CpuBackend, out: usize, tag: u32) -> Weight<HostBuf> {
-    let mut codes = vec![0; QuantType::F16.bytes(out * WIDTH).expect("whole blocks")];
-    QuantType::F16.quantize(&noise(tag, out * WIDTH), &mut codes);
-    cpu.upload_weight(QuantType::F16, out, WIDTH, &codes).expect("there is room")
+fn matrix(cpu: &mut CpuBackend, ty: QuantType, out: usize, tag: u32) -> Weight<HostBuf> {
+    let mut codes = vec![0; ty.bytes(out * WIDTH).expect("whole blocks")];
+    ty.quantize(&noise(tag, out * WIDTH), &mut codes);
+    cpu.upload_weight(ty, out, WIDTH, &codes).expect("there is room")
 }
 
 fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
@@ -256,6 +263,6 @@ fn rope(cpu: &mut CpuBackend) -> Rope<HostBuf> {
 }
 
 fn expert(cpu: &mut CpuBackend, number: u32) -> Expert<HostBuf> {
-    let [gate, up, down] = [0, 1, 2].map(|part| matrix(cpu, WIDTH, 10 + 3 * number + part));
+    let [gate, up, down] = [0, 1, 2].map(|part| matrix(cpu, QuantType::F16, WIDTH, 10 + 3 * number + part));
     Expert { gate, up: Some(up), down }
 }

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     fn row(strategy: &'static str, predicted: Option<Predicted>) -> PartitionRow {
-        let sample = |tokens| Sample { tokens, steps: 1, seconds: 2.0 };
+        let sample = |tokens| Sample { tokens, steps: 1, seconds: 2.0, ceilings: None };
         PartitionRow {
             strategy,
             devices: "0&1;2".to_owned(),

@@ -170,13 +170,13 @@ impl Codes for Elevens {
     unsafe fn pair<S: Ints>(simd: S, at: *const u8, block: usize, number: usize) -> [S::B; 2] {
         let vector = block * HALF + number;
         // SAFETY: the caller's promise, here and below.
-        let load = |vector: usize| unsafe { simd.bytes(at.add(vector * BYTES)) };
         if vector < Self::STORED {
-            return simd.elevens(load(vector));
+            return simd.elevens(unsafe { simd.bytes(at.add(vector * BYTES)) });
         }
-        let mut both = simd.bits(load(0), 7, 1);
-        for i in 1..Self::STORED {
-            both = simd.over(both, simd.bits(load(i), 7, 1), i as u32);
+        let mut both = simd.no_bytes();
+        for i in 0..Self::STORED {
+            let bytes = unsafe { simd.bytes(at.add(i * BYTES)) };
+            both = simd.over(both, simd.bits(bytes, 7, 1), i as u32);
         }
         simd.elevens(both)
     }

@@ -106,15 +106,16 @@ impl Fields for Sixes {
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, block: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise, here and below.
         let (d, m) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
-        let bytes = |i: usize| unsafe { at.add(2 * HALVES + i * STRIP).cast::<[u8; LANES]>().read() };
+        let six = at.wrapping_add(2 * HALVES);
         let (mut scale, mut least) = ([0; LANES], [0; LANES]);
         if block < 4 {
-            let (scales, minima) = (bytes(block), bytes(4 + block));
+            let (scales, minima) = unsafe { (bytes(six, block), bytes(six, 4 + block)) };
             for i in 0..LANES {
                 (scale[i], least[i]) = (scales[i] & 63, minima[i] & 63);
             }
         } else {
-            let (lower, scales, minima) = (bytes(4 + block), bytes(block - 4), bytes(block));
+            let (lower, scales, minima) =
+                unsafe { (bytes(six, 4 + block), bytes(six, block - 4), bytes(six, block)) };
             for i in 0..LANES {
                 scale[i] = lower[i] & 15 | scales[i] >> 6 << 4;
                 least[i] = lower[i] >> 4 | minima[i] >> 6 << 4;
@@ -123,6 +124,16 @@ impl Fields for Sixes {
         let base = simd.sub(simd.splat(0.0), simd.mul(m, simd.small(least)));
         ([simd.mul(d, simd.small(scale)); 2], base)
     }
+}
+
+/// Field number `i` of those of a byte.
+///
+/// # Safety
+/// * It can be read.
+#[inline(always)]
+unsafe fn bytes(fields: *const u8, i: usize) -> [u8; LANES] {
+    // SAFETY: the caller's promise.
+    unsafe { fields.add(i * STRIP).cast::<[u8; LANES]>().read() }
 }
 
 /// Of Q6_K: sixteen signed bytes, each the scale of sixteen numbers, and an F16; codes are 32 too large.
@@ -137,10 +148,7 @@ impl Fields for Sixteens {
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, block: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise, here and below.
         let d = unsafe { simd.halves(at.add(16 * STRIP)) };
-        let scale = |run: usize| {
-            let bytes = unsafe { at.add(run * STRIP).cast::<[i8; LANES]>().read() };
-            simd.mul(d, simd.load_i8(&bytes))
-        };
-        ([scale(2 * block), scale(2 * block + 1)], d)
+        let runs = unsafe { at.add(2 * block * STRIP).cast::<[[i8; LANES]; 2]>().read() };
+        ([simd.mul(d, simd.load_i8(&runs[0])), simd.mul(d, simd.load_i8(&runs[1]))], d)
     }
 }

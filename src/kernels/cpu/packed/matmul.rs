@@ -103,7 +103,7 @@ impl<S: Ints> ForFormat for Typed<'_, S> {
             Product::<F> { w, places, bias, input: packed, tiles, rows, y: &y, format: PhantomData };
         let sums = Parts::new(scratch.sums.f32_mut());
         // Two scales to a block take the registers of a second strip.
-        match S::CODE_OUTS / F::Fields::RUNS {
+        match const { S::CODE_OUTS / F::Fields::RUNS } {
             2 => product.run::<S, 2>(simd, pool, &sums, scratch.sums_len),
             _ => product.run::<S, 1>(simd, pool, &sums, scratch.sums_len),
         }
@@ -177,19 +177,28 @@ impl<F: Format> Product<'_, F> {
     ) {
         let rows = self.tiles.rows_of(tile);
         let sums = &mut sums[rows.start * O * LANES..rows.end * O * LANES];
+        // The guards keep what a set does not use from being compiled for it.
         match rows.len() {
             0 => {}
             1 => simd.call_ints(self.tile_of::<1, O>(strip, rows, blocks, sums)),
             2 => simd.call_ints(self.tile_of::<2, O>(strip, rows, blocks, sums)),
-            3 => simd.call_ints(self.tile_of::<3, O>(strip, rows, blocks, sums)),
-            4 => simd.call_ints(self.tile_of::<4, O>(strip, rows, blocks, sums)),
-            5 => simd.call_ints(self.tile_of::<5, O>(strip, rows, blocks, sums)),
-            6 => simd.call_ints(self.tile_of::<6, O>(strip, rows, blocks, sums)),
+            3 if const { S::CODE_ROWS >= 3 } => {
+                simd.call_ints(self.tile_of::<3, O>(strip, rows, blocks, sums))
+            }
+            4 if const { S::CODE_ROWS >= 4 } => {
+                simd.call_ints(self.tile_of::<4, O>(strip, rows, blocks, sums))
+            }
+            5 if const { S::CODE_ROWS >= 5 } => {
+                simd.call_ints(self.tile_of::<5, O>(strip, rows, blocks, sums))
+            }
+            6 if const { S::CODE_ROWS >= 6 } => {
+                simd.call_ints(self.tile_of::<6, O>(strip, rows, blocks, sums))
+            }
             rows => unreachable!("no tile has {rows} rows; this is a bug"),
         }
     }
 
-    /// What the tile reads lies within the weight and the input: strips beyond the last repeat it.
+    /// Strips beyond the last repeat it.
     fn tile_of<'a, const R: usize, const O: usize>(
         &self,
         strip: usize,
@@ -205,7 +214,9 @@ impl<F: Format> Product<'_, F> {
         });
         let row = self.w.inp / INPUT_BLOCK * ROW_BYTES;
         let input = self.input[rows.start * row..rows.end * row].as_ptr();
-        Tile { codes, fields, input, blocks, sums, format: PhantomData }
+        // SAFETY: each begins in its slice where the strip's or the tile's part does, which reaches to the last block; and
+        // weight and input outlive the multiplication.
+        unsafe { Tile::new((codes, fields), input, blocks, sums) }
     }
 
     /// Writes the sums (rows, O, 16) of one strip, + bias, to y.

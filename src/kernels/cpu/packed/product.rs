@@ -22,16 +22,28 @@ const AHEAD: usize = 4096;
 
 /// What to multiply.
 pub struct Tile<'a, F, const R: usize, const O: usize> {
-    /// Codes and fields of each strip's first block.
-    pub codes: [*const u8; O],
-    pub fields: [*const u8; O],
-    /// The tile's rows, packed for R of them, from the first block on.
-    pub input: *const u8,
-    /// Blocks of the format.
-    pub blocks: Range<usize>,
-    /// (R, O, 16): what earlier blocks gave.
-    pub sums: &'a mut [f32],
-    pub format: PhantomData<F>,
+    codes: [*const u8; O],
+    fields: [*const u8; O],
+    input: *const u8,
+    blocks: Range<usize>,
+    sums: &'a mut [f32],
+    format: PhantomData<F>,
+}
+
+impl<'a, F: Format, const R: usize, const O: usize> Tile<'a, F, R, O> {
+    /// Codes and fields are those of each strip's first block, `input` the tile's R rows from the first block on. To `sums`
+    /// (R, O, 16), what earlier blocks gave, go the products of `blocks`.
+    ///
+    /// # Safety
+    /// * Codes, fields and input can be read up to the end of `blocks`, as long as the tile lives.
+    pub unsafe fn new(
+        (codes, fields): ([*const u8; O], [*const u8; O]),
+        input: *const u8,
+        blocks: Range<usize>,
+        sums: &'a mut [f32],
+    ) -> Tile<'a, F, R, O> {
+        Tile { codes, fields, input, blocks, sums, format: PhantomData }
+    }
 }
 
 /// Whole sums of R rows with O strips.
@@ -40,7 +52,6 @@ type Whole<S, const R: usize, const O: usize> = [[<S as Ints>::I; O]; R];
 impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> {
     type Out = ();
 
-    /// The pointers cover the blocks, by the promise of who made the tile.
     #[inline(always)]
     fn run<S: Ints>(self, simd: S) {
         let (sums, _) = self.sums.as_chunks_mut::<LANES>();
@@ -54,7 +65,7 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
             for part in 0..F::NUMBERS / INPUT_BLOCK {
                 let mut strips = [Strip::<S>::default_of(simd); O];
                 for o in 0..O {
-                    // SAFETY: see above, here and below.
+                    // SAFETY: who made the tile promised that its pointers cover the blocks; here and below.
                     strips[o] = unsafe { Strip::of::<F>(simd, self.codes[o], self.fields[o], block, part) };
                 }
                 let at = (block * (F::NUMBERS / INPUT_BLOCK) + part) * R * ROW_BYTES;
@@ -121,12 +132,12 @@ unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
     totals: &mut [[S::V; O]; R],
 ) {
     // SAFETY: the caller's promise, here and below.
-    let word = |field: usize, r: usize| unsafe { input.add(R * INPUT_BLOCK + (field * R + r) * WORD) };
     let mut whole: [Whole<S, R, O>; 2] = [[[simd.zero(); O]; R]; 2];
     if let Zero::Power(n) = F::Fields::ZERO {
         for r in 0..R {
-            let both = unsafe { simd.word(word(2, r)) };
-            let first = if F::Fields::RUNS == 2 { unsafe { simd.word(word(3, r)) } } else { both };
+            let both = unsafe { simd.word(word::<R>(input, 2, r)) };
+            let first =
+                if F::Fields::RUNS == 2 { unsafe { simd.word(word::<R>(input, 3, r)) } } else { both };
             whole[0][r] = [simd.times_power(first, n); O];
             whole[1][r] = [simd.times_power(simd.sub_ints(both, first), n); O];
         }
@@ -147,7 +158,7 @@ unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
         }
     }
     for r in 0..R {
-        let scale = simd.splat(unsafe { word(0, r).cast::<f32>().read_unaligned() });
+        let scale = simd.splat(unsafe { word::<R>(input, 0, r).cast::<f32>().read_unaligned() });
         for o in 0..O {
             for run in 0..F::Fields::RUNS {
                 let both = simd.mul(strips[o].scales[run], scale);
@@ -155,10 +166,16 @@ unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
             }
         }
         if F::Fields::ZERO == Zero::Base {
-            let sum = simd.splat(unsafe { word(1, r).cast::<f32>().read_unaligned() });
+            let sum = simd.splat(unsafe { word::<R>(input, 1, r).cast::<f32>().read_unaligned() });
             for o in 0..O {
                 totals[r][o] = simd.mul_add(strips[o].base, sum, totals[r][o]);
             }
         }
     }
+}
+
+/// Where a word of row r lies: its scale, its scaled sum, its sum, or the sum of its first half.
+#[inline(always)]
+fn word<const R: usize>(input: *const u8, field: usize, r: usize) -> *const u8 {
+    input.wrapping_add(R * INPUT_BLOCK + (field * R + r) * WORD)
 }

@@ -8,6 +8,14 @@ use super::ints::{IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
+/// An expression of AVX-512F intrinsics.
+macro_rules! proven {
+    ($expression:expr) => {
+        // SAFETY: `self` proves the features; memory is touched through references of 16 lanes only.
+        unsafe { $expression }
+    };
+}
+
 /// Proof that this CPU has AVX-512 F and BW, AVX2, FMA and F16C; with NEW also VNNI and VBMI.
 #[derive(Clone, Copy)]
 pub struct Avx512<const NEW: bool>(());
@@ -24,18 +32,17 @@ impl Avx512<false> {
     }
 
     /// The proof that there is more, if there is.
-    fn newer(self) -> Option<Avx512<true>> {
+    pub fn newer(self) -> Option<Avx512<true>> {
         let has = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
         has.then_some(Avx512(()))
     }
 }
 
-/// An expression of AVX-512F intrinsics.
-macro_rules! proven {
-    ($expression:expr) => {
-        // SAFETY: `self` proves the features; memory is touched through references of 16 lanes only.
-        unsafe { $expression }
-    };
+impl Avx512<true> {
+    /// Without what is newer: kernels that have no use for it need not be there twice.
+    pub fn older(self) -> Avx512<false> {
+        Avx512(())
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
@@ -171,9 +178,9 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
 
     #[inline(always)]
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
-        match Avx512::<false>(()).newer() {
-            Some(newer) => proven!(new_shim(newer, kernel)),
-            None => proven!(int_shim(Avx512::<false>(()), kernel)),
+        match NEW {
+            true => proven!(new_shim(Avx512::<true>(()), kernel)),
+            false => proven!(int_shim(Avx512::<false>(()), kernel)),
         }
     }
 
@@ -203,13 +210,19 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
         if NEW {
             // SAFETY: NEW proves VBMI, whose permutation looks at the lower seven bits.
             return unsafe {
-                let table = |table: &[u8; 128]| {
-                    let halves = table.as_ptr();
-                    let (low, high) =
-                        (_mm512_loadu_si512(halves.cast()), _mm512_loadu_si512(halves.add(64).cast()));
-                    _mm512_permutex2var_epi8(low, b, high)
-                };
-                [table(&MODULO), table(&DIVIDED)]
+                let (modulo, divided) = (MODULO.as_ptr(), DIVIDED.as_ptr());
+                [
+                    _mm512_permutex2var_epi8(
+                        _mm512_loadu_si512(modulo.cast()),
+                        b,
+                        _mm512_loadu_si512(modulo.add(64).cast()),
+                    ),
+                    _mm512_permutex2var_epi8(
+                        _mm512_loadu_si512(divided.cast()),
+                        b,
+                        _mm512_loadu_si512(divided.add(64).cast()),
+                    ),
+                ]
             };
         }
         proven!({

@@ -98,7 +98,9 @@ pub trait Kernel {
 #[derive(Clone, Copy)]
 pub enum Level {
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Avx512<false>),
+    Avx512(avx512::Avx512<true>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512F(avx512::Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     Portable(portable::Portable),
@@ -109,7 +111,8 @@ impl Level {
     pub fn new(isa: Isa) -> Result<Level, DeviceError> {
         let found = match isa {
             Isa::Auto => Level::avx512().or_else(Level::avx2).or_else(Level::portable),
-            Isa::Avx512 => Level::avx512(),
+            Isa::Amx | Isa::Avx512 => Level::avx512(),
+            Isa::Avx512F => Level::avx512f(),
             Isa::Avx2 => Level::avx2(),
             Isa::Portable => Level::portable(),
         };
@@ -118,7 +121,12 @@ impl Level {
 
     #[cfg(target_arch = "x86_64")]
     fn avx512() -> Option<Level> {
-        avx512::Avx512::<false>::new().map(Level::Avx512)
+        avx512::Avx512::new()?.newer().map(Level::Avx512).or_else(Level::avx512f)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn avx512f() -> Option<Level> {
+        avx512::Avx512::new().map(Level::Avx512F)
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -128,6 +136,11 @@ impl Level {
 
     #[cfg(not(target_arch = "x86_64"))]
     fn avx512() -> Option<Level> {
+        None
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn avx512f() -> Option<Level> {
         None
     }
 
@@ -146,6 +159,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(_) => Isa::Avx512,
             #[cfg(target_arch = "x86_64")]
+            Level::Avx512F(_) => Isa::Avx512F,
+            #[cfg(target_arch = "x86_64")]
             Level::Avx2(_) => Isa::Avx2,
             Level::Portable(_) => Isa::Portable,
         }
@@ -157,6 +172,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512(simd) => simd.call_ints(kernel),
             #[cfg(target_arch = "x86_64")]
+            Level::Avx512F(simd) => simd.call_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
             Level::Avx2(simd) => simd.call_ints(kernel),
             Level::Portable(simd) => simd.call_ints(kernel),
         }
@@ -166,7 +183,9 @@ impl Level {
     pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512(simd) => simd.call(kernel),
+            Level::Avx512(simd) => simd.older().call(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512F(simd) => simd.call(kernel),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(simd) => simd.call(kernel),
             Level::Portable(simd) => simd.call(kernel),
@@ -248,12 +267,7 @@ pub trait ForCode {
     fn run<C: Code>(self) -> Self::Out;
 }
 
-/// Whether numbers of `ty` are stored one by one, so that vectors are read where they lie.
-pub fn is_direct(ty: QuantType) -> bool {
-    !ty.is_blocked()
-}
-
-/// Calls `op` with the code of `ty`, a direct one.
+/// Calls `op` with the code of `ty`, which stores each number by itself.
 pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
     match ty {
         QuantType::F32 => op.run::<F32>(),

@@ -1,8 +1,8 @@
 use super::*;
 
 fn levels() -> Vec<Level> {
-    let levels = [Isa::Avx512, Isa::Avx2, Isa::Portable].map(|isa| (isa, Level::new(isa)));
-    let found = levels.into_iter().filter_map(|(isa, level)| {
+    let isas = [Isa::Avx512, Isa::Avx512F, Isa::Avx2, Isa::Portable];
+    let found = isas.map(|isa| (isa, Level::new(isa))).into_iter().filter_map(|(isa, level)| {
         level.inspect_err(|error| eprintln!("skipped: {}: {error}", isa.name())).ok()
     });
     found.collect()
@@ -226,5 +226,40 @@ fn half_precision_codes_have_the_values_of_their_format() {
                 assert!(same(bf16s[i], half::bf16::from_bits(code).to_f32()), "BF16 {code:#x}");
             }
         }
+    }
+}
+
+/// Products and remainders of every byte, by every way that this CPU has.
+struct Codes;
+
+impl IntKernel for Codes {
+    type Out = Vec<f32>;
+
+    #[inline(always)]
+    fn run<S: Ints>(self, simd: S) -> Vec<f32> {
+        let mut all = Vec::new();
+        for first in (0..=255u8).step_by(64) {
+            let bytes: [u8; BYTES] = std::array::from_fn(|i| first + i as u8);
+            for x in [[127i8, 127, 127, 127], [-127, -127, -127, -127], [1, -2, 64, -128], [0, 99, -99, 3]] {
+                let x = x.map(|x| x as u8);
+                // SAFETY: both arrays are as long as what is read.
+                let (w, x) = unsafe { (simd.bytes(bytes.as_ptr()), simd.word(x.as_ptr())) };
+                let [rest, divided] = simd.elevens(simd.bits(w, 0, 7));
+                for codes in [w, rest, divided, simd.bits(w, 4, 4), simd.over(rest, simd.bits(w, 7, 1), 4)] {
+                    let mut sums = [0.0; LANES];
+                    simd.store(simd.to_float(simd.dot(simd.times_power(x, 1), codes, x)), &mut sums);
+                    all.extend(sums);
+                }
+            }
+        }
+        all
+    }
+}
+
+#[test]
+fn whole_numbers_are_the_same_on_every_instruction_set() {
+    let expected = Codes.run(portable::Portable);
+    for level in levels() {
+        assert!(level.run_ints(Codes) == expected, "{:?}", level.isa());
     }
 }

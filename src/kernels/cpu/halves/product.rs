@@ -1,0 +1,229 @@
+//! Some rows with some strips: sums of products of BF16 pairs.
+//!
+//! AVX-512 adds, of each pair, first one product to a sum, then the other. AMX sums the even and the odd products of 32 columns
+//! apart, then both together, then adds this; it takes numbers below 2^-126 for zero.
+//! Invariant: sums go over blocks in ascending order, whatever the cuts between them.
+
+use super::{BLOCK_BYTES, STRIP, STRIP_BYTES};
+use crate::cpu::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::{self, Amx};
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// What multiplies pairs of BF16 on this CPU.
+#[derive(Clone, Copy)]
+pub enum Dots {
+    #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512Bf16),
+}
+
+impl Dots {
+    /// What an instruction set has for it, if anything.
+    #[cfg(target_arch = "x86_64")]
+    pub fn new(isa: Isa) -> Option<Dots> {
+        let amx = || Amx::new().map(Dots::Amx);
+        let avx512 = || Avx512Bf16::new().map(Dots::Avx512);
+        match isa {
+            Isa::Auto => amx().or_else(avx512),
+            Isa::Amx => amx(),
+            Isa::Avx512 => avx512(),
+            Isa::Avx512F | Isa::Avx2 | Isa::Portable => None,
+        }
+    }
+
+    /// What an instruction set has for it, if anything.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn new(_: Isa) -> Option<Dots> {
+        None
+    }
+}
+
+/// Where some strips and some rows lie.
+pub struct Operands<const O: usize> {
+    /// Each strip's first block.
+    pub strips: [*const u8; O],
+    /// The tile's first block.
+    pub input: *const u8,
+    /// Rows of the tile.
+    pub rows: usize,
+}
+
+/// How far ahead of the weights at hand others are asked for, in bytes.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 4096;
+
+/// Asks for the weights that come `AHEAD`.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn ask_ahead(strip: *const u8) {
+    for line in 0..STRIP_BYTES / BLOCK_BYTES {
+        crate::cpu::simd::prefetch(strip.wrapping_add(AHEAD + line * BLOCK_BYTES));
+    }
+}
+
+/// `sums` (rows of both tiles, 2, 16) = the products of two tiles of rows, the second of which may have none, with two strips.
+///
+/// # Safety
+/// * `blocks` blocks of the strips and of both inputs can be read.
+#[cfg(target_arch = "x86_64")]
+pub unsafe fn multiply_tiles(
+    registers: &mut amx::Tiles,
+    strips: [*const u8; 2],
+    inputs: [(*const u8, usize); 2],
+    blocks: usize,
+    sums: &mut [f32],
+) {
+    let [(first, rows), (second, more)] = inputs;
+    registers.zero::<{ amx::SUMS[0][0] }>();
+    registers.zero::<{ amx::SUMS[0][1] }>();
+    if more > 0 {
+        registers.zero::<{ amx::SUMS[1][0] }>();
+        registers.zero::<{ amx::SUMS[1][1] }>();
+    }
+    for block in 0..blocks {
+        let [w0, w1] = strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));
+        // SAFETY: the caller's promise, here and below.
+        unsafe {
+            registers.weights::<0>(w0);
+            registers.input::<0>(first.add(block * rows * BLOCK_BYTES));
+            registers.multiply::<0, 0>();
+            registers.weights::<1>(w1);
+            registers.multiply::<0, 1>();
+            if more > 0 {
+                registers.input::<1>(second.add(block * more * BLOCK_BYTES));
+                registers.multiply::<1, 0>();
+                registers.multiply::<1, 1>();
+            } else {
+                // With few rows the weights come from memory.
+                ask_ahead(w0);
+                ask_ahead(w1);
+            }
+        }
+    }
+    const STRIDE: usize = 2 * STRIP * size_of::<f32>();
+    assert!(sums.len() >= (rows + more) * 2 * STRIP, "there is room for the sums; this is a bug");
+    let to = sums.as_mut_ptr();
+    // SAFETY: there is room, as asserted.
+    unsafe {
+        registers.store::<{ amx::SUMS[0][0] }>(to, STRIDE);
+        registers.store::<{ amx::SUMS[0][1] }>(to.add(STRIP), STRIDE);
+        if more > 0 {
+            let to = to.add(rows * 2 * STRIP);
+            registers.store::<{ amx::SUMS[1][0] }>(to, STRIDE);
+            registers.store::<{ amx::SUMS[1][1] }>(to.add(STRIP), STRIDE);
+        }
+    }
+}
+
+/// Proof that this CPU has AVX-512 with BF16.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub struct Avx512Bf16(());
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512Bf16 {
+    fn new() -> Option<Avx512Bf16> {
+        let has = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16");
+        has.then_some(Avx512Bf16(()))
+    }
+
+    /// `sums` (rows, O, 16) += the products of a tile of up to 6 rows with O strips, over `blocks`.
+    ///
+    /// # Safety
+    /// * `blocks` of the strips and of the input can be read.
+    pub unsafe fn multiply<const O: usize>(
+        self,
+        operands: &Operands<O>,
+        blocks: Range<usize>,
+        sums: &mut [f32],
+    ) {
+        // SAFETY: `self` proves the instruction; the rest is the caller's promise.
+        unsafe {
+            match operands.rows {
+                0 => {}
+                1 => multiply_rows::<1, O>(operands, blocks, sums),
+                2 => multiply_rows::<2, O>(operands, blocks, sums),
+                3 => multiply_rows::<3, O>(operands, blocks, sums),
+                4 => multiply_rows::<4, O>(operands, blocks, sums),
+                5 => multiply_rows::<5, O>(operands, blocks, sums),
+                6 => multiply_rows::<6, O>(operands, blocks, sums),
+                rows => unreachable!("no tile has {rows} rows; this is a bug"),
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512Bf16 {
+    /// N sums of products, each added to `times` times, with nothing to read: how fast it can be at most.
+    pub fn most<const N: usize>(self, times: usize) -> [f32; N] {
+        // SAFETY: `self` proves the instruction.
+        unsafe { multiply_most(times) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn multiply_most<const N: usize>(times: usize) -> [f32; N] {
+    let mut sums = [_mm512_setzero_ps(); N];
+    let pair = _mm512_set1_epi32(std::hint::black_box(0x3f80_3f80));
+    // SAFETY: 64 bytes are 64 bytes.
+    let pair: __m512bh = unsafe { std::mem::transmute(pair) };
+    for _ in 0..times {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, pair, pair);
+        }
+    }
+    sums.map(|sum| _mm512_cvtss_f32(sum))
+}
+
+/// # Safety
+/// * `blocks` of the strips and of the input can be read.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn multiply_rows<const R: usize, const O: usize>(
+    operands: &Operands<O>,
+    blocks: Range<usize>,
+    sums: &mut [f32],
+) {
+    let (sums, _) = sums.as_chunks_mut::<STRIP>();
+    let mut totals = [[_mm512_setzero_ps(); O]; R];
+    for r in 0..R {
+        for o in 0..O {
+            // SAFETY: a reference to 16 lanes.
+            totals[r][o] = unsafe { _mm512_loadu_ps(sums[r * O + o].as_ptr()) };
+        }
+    }
+    for block in blocks {
+        let strips = operands.strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));
+        let input = operands.input.wrapping_add(block * R * BLOCK_BYTES);
+        for pair in 0..STRIP_BYTES / BLOCK_BYTES {
+            let mut w = [_mm512_setzero_si512(); O];
+            for o in 0..O {
+                crate::cpu::simd::prefetch(strips[o].wrapping_add(AHEAD + pair * BLOCK_BYTES));
+                // SAFETY: the caller's promise, here and below.
+                w[o] = unsafe { _mm512_loadu_si512(strips[o].add(pair * BLOCK_BYTES).cast()) };
+            }
+            for r in 0..R {
+                let x = unsafe { input.add(r * BLOCK_BYTES + pair * 4).cast::<i32>().read_unaligned() };
+                let x = _mm512_set1_epi32(x);
+                for o in 0..O {
+                    // SAFETY: 64 bytes are 64 bytes.
+                    let (w, x): (__m512bh, __m512bh) =
+                        unsafe { (std::mem::transmute(w[o]), std::mem::transmute(x)) };
+                    totals[r][o] = _mm512_dpbf16_ps(totals[r][o], w, x);
+                }
+            }
+        }
+    }
+    for r in 0..R {
+        for o in 0..O {
+            // SAFETY: a reference to 16 lanes.
+            unsafe { _mm512_storeu_ps(sums[r * O + o].as_mut_ptr(), totals[r][o]) };
+        }
+    }
+}
