@@ -10,6 +10,7 @@ pub mod escape;
 pub mod bench;
 mod completions;
 mod flags;
+pub mod perplexity;
 pub mod run;
 pub mod serve;
 mod spinner;
@@ -38,6 +39,7 @@ Examples:
   mainstem serve hf:owner/name --port 8000          the OpenAI API before a model of the hub
   mainstem inspect path/to/model                    what it is made of, and the memory it needs
   mainstem bench path/to/model                      how fast it is here
+  mainstem perplexity path/to/model --text FILE     how well it foretells a text
   mainstem plan --partition path/to/model           how fast it would be on several devices
 
 mainstem COMMAND --help has more of each."
@@ -53,6 +55,7 @@ enum Command {
     Run(Box<run::RunArgs>),
     Inspect(inspect::InspectArgs),
     Bench(Box<bench::BenchArgs>),
+    Perplexity(Box<perplexity::PerplexityArgs>),
     Plan(plan::PlanArgs),
     Completions(completions::CompletionsArgs),
 }
@@ -65,6 +68,7 @@ pub fn run() -> ExitCode {
         Command::Run(args) => run::run(*args),
         Command::Inspect(args) => inspect::run(args).map(succeeded),
         Command::Bench(args) => bench::run(*args),
+        Command::Perplexity(args) => perplexity::run(*args),
         Command::Plan(args) => plan::run(args).map(succeeded),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };

@@ -47,6 +47,8 @@ pub struct StepBatch {
     pub samples: Vec<SampleRow>,
     /// What is added to logits before a token is drawn, one row's after another's: (id, bias).
     pub biases: Vec<(u32, f32)>,
+    /// Whether the wanted rows' raw logits are wanted too: what measures quality asks, and serving never does.
+    pub logits: bool,
 }
 
 /// A run of tokens of one sequence within a step.
@@ -164,6 +166,7 @@ impl StepBatch {
             picks: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
             biases: Vec::with_capacity(limits.bias_room()),
+            logits: false,
         }
     }
 
@@ -177,6 +180,7 @@ impl StepBatch {
         self.picks.clear();
         self.samples.clear();
         self.biases.clear();
+        self.logits = false;
     }
 
     /// Rows of the pass.

@@ -158,7 +158,10 @@ pub fn end<B: Backend>(
         head(b, head_of, block.len(), act);
         if let Some(out) = &mut out {
             let began = Instant::now();
-            b.sample(block, &act.logits, out);
+            b.sample(block.clone(), &act.logits, out);
+            if batch.logits {
+                give_logits(b, head_of, block.len(), &act.logits, out);
+            }
             out.times.sample += began.elapsed();
         }
     }
@@ -187,6 +190,20 @@ fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activ
     if let Some(spread) = &head.spread {
         b.all_gather(rows, &spread.widths, &act.own_logits, &mut act.logits);
     }
+}
+
+/// Appends `rows` rows of logits to those of `out`.
+fn give_logits<B: Backend>(
+    b: &mut B,
+    head: &Head<B::Buf>,
+    rows: usize,
+    logits: &B::Buf,
+    out: &mut StepOutput,
+) {
+    let vocab = head.spread.as_ref().map_or(head.table.out, |spread| spread.widths.iter().sum());
+    let given = out.logits.len();
+    out.logits.resize(given + rows * vocab * size_of::<f32>(), 0);
+    b.download(logits, 0, &mut out.logits[given..]);
 }
 
 /// Keys and values of what the encoder made, for every layer of the decoder, once for a whole answer.

@@ -27,6 +27,7 @@ mod oracle;
 mod parted;
 mod partition_config;
 mod partitions;
+mod perplexity;
 mod pickles;
 mod policies;
 mod properties;

@@ -11,7 +11,7 @@ mod forms;
 mod frontend;
 mod measure;
 mod partition;
-mod report;
+pub(super) mod report;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::plan::with_several;

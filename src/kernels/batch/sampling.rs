@@ -80,6 +80,8 @@ pub struct StepOutput {
     pub top: Vec<(u32, f32)>,
     /// Hidden states of the rows that want them, one row's after another's.
     pub hidden: Vec<f32>,
+    /// Raw logits of the wanted rows where the batch wants them, F32, little-endian, (rows, vocab). No room is kept for them.
+    pub logits: Vec<u8>,
     pub times: StepTimes,
 }
 
@@ -112,6 +114,7 @@ impl StepOutput {
             rows: Vec::with_capacity(limits.rows),
             top: Vec::with_capacity(limits.rows * limits.top_logprobs),
             hidden: Vec::with_capacity(limits.rows * limits.hidden),
+            logits: Vec::new(),
             times: StepTimes::default(),
         }
     }
@@ -121,6 +124,7 @@ impl StepOutput {
         self.rows.clear();
         self.top.clear();
         self.hidden.clear();
+        self.logits.clear();
         self.times = StepTimes::default();
     }
 

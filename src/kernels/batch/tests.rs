@@ -79,6 +79,7 @@ fn what_devices_send_each_other_arrives_as_it_was() {
         picks: vec![1, 0, 3],
         samples: vec![row, SampleRow { mode: SampleMode::Score(5), ..row }],
         biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
+        logits: true,
     });
     arrives(&Carried { encoder: vec![], decoder: (0..=255).collect() });
     let sampled = SampledRow { token: 4, logprob: f32::NAN, top_at: 1, top_len: 2 };
@@ -87,6 +88,7 @@ fn what_devices_send_each_other_arrives_as_it_was() {
         rows: vec![sampled, SampledRow { logprob: -0.0, ..sampled }],
         top: vec![(4, f32::NEG_INFINITY)],
         hidden: vec![f32::MAX, 1e-45],
+        logits: vec![0, 128, 255],
         times: StepTimes { forward: Duration::from_nanos(1_234_567_891), sample: Duration::MAX },
     });
 }

@@ -1,0 +1,270 @@
+//! What logits say of a text, and how far they are from those of a reference.
+//!
+//! Logarithms and sums are in F64, in the order of ids and of tokens. Invariant: only samples are stored, one of each kind for
+//! each scored token; every figure follows from them.
+
+use anyhow::{Result, ensure};
+use serde::Serialize;
+
+/// What was found of each scored token.
+#[derive(Debug, Default)]
+pub struct Samples {
+    /// Negative log-probabilities.
+    nll: Vec<f64>,
+    /// The reference's.
+    reference_nll: Vec<f64>,
+    /// The divergence of the model's distribution from the reference's.
+    kl: Vec<f64>,
+    /// Tokens before which both think the same one likeliest.
+    same_choice: usize,
+    room: [Vec<f64>; 2],
+}
+
+/// The figures. Log-probabilities and divergences are in nats.
+#[derive(Debug, PartialEq, Serialize)]
+pub struct Figures {
+    /// How many were scored.
+    pub tokens: usize,
+    pub perplexity: Estimate,
+    /// Negative log-probability of a token.
+    pub nll: Estimate,
+    /// How far it is from a reference, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub against: Option<Difference>,
+}
+
+/// How far a model is from its reference.
+#[derive(Debug, PartialEq, Serialize)]
+pub struct Difference {
+    /// The reference's own.
+    pub perplexity: Estimate,
+    pub nll: Estimate,
+    /// KL(reference || model) of the distributions before a token.
+    pub kl: Estimate,
+    pub kl_median: f64,
+    /// The 99th percentile.
+    pub kl_p99: f64,
+    pub kl_max: f64,
+    /// Share of tokens before which both think the same one likeliest.
+    pub same_choice: f64,
+    /// Mean difference of the true tokens' log-probabilities, without its sign.
+    pub logprob: f64,
+}
+
+/// A mean, or what follows from one.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Estimate {
+    pub value: f64,
+    /// Its standard error; there is none of a single sample.
+    pub error: Option<f64>,
+}
+
+impl Samples {
+    /// How many tokens were scored.
+    pub fn len(&self) -> usize {
+        self.nll.len()
+    }
+
+    /// What there is of the perplexity; `None` before the first token.
+    pub fn perplexity(&self) -> Option<Estimate> {
+        (!self.nll.is_empty()).then(|| Estimate::mean(&self.nll).exp())
+    }
+
+    /// Scores `token` by the logits before it, F32 in little-endian, and by the reference's where there is one. Fails where they
+    /// make no distribution. Either every token has a reference or none.
+    pub fn add(&mut self, token: u32, logits: &[u8], reference: Option<&[u8]>) -> Result<()> {
+        let [own, other] = &mut self.room;
+        log_softmax(logits, own)?;
+        if let Some(reference) = reference {
+            log_softmax(reference, other)?;
+            ensure!(own.len() == other.len(), "logits of different vocabularies; this is a bug");
+            self.reference_nll.push(-other[token as usize]);
+            self.kl.push(divergence(other, own));
+            self.same_choice += usize::from(likeliest(own) == likeliest(other));
+        }
+        self.nll.push(-own[token as usize]);
+        Ok(())
+    }
+
+    /// The figures of all tokens so far; `None` before the first.
+    pub fn figures(&self) -> Option<Figures> {
+        let perplexity = self.perplexity()?;
+        Some(Figures {
+            tokens: self.len(),
+            perplexity,
+            nll: Estimate::mean(&self.nll),
+            against: (!self.kl.is_empty()).then(|| self.difference()),
+        })
+    }
+
+    fn difference(&self) -> Difference {
+        let mut kl = self.kl.clone();
+        kl.sort_by(f64::total_cmp);
+        let nll = Estimate::mean(&self.reference_nll);
+        let apart = self.nll.iter().zip(&self.reference_nll).map(|(own, other)| (own - other).abs());
+        Difference {
+            perplexity: nll.exp(),
+            nll,
+            kl: Estimate::mean(&self.kl),
+            kl_median: at_rank(&kl, 0.5),
+            kl_p99: at_rank(&kl, 0.99),
+            kl_max: at_rank(&kl, 1.0),
+            same_choice: self.same_choice as f64 / self.len() as f64,
+            logprob: apart.sum::<f64>() / self.len() as f64,
+        }
+    }
+}
+
+impl Estimate {
+    /// The mean of at least one value, its error from how they differ: as if each were drawn by itself.
+    fn mean(values: &[f64]) -> Estimate {
+        let count = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+        let error = (values.len() > 1).then(|| (squares / (count - 1.0) / count).sqrt());
+        Estimate { value: mean, error }
+    }
+
+    /// Its exponential, with the error that follows to first order.
+    fn exp(self) -> Estimate {
+        let value = self.value.exp();
+        Estimate { value, error: self.error.map(|error| value * error) }
+    }
+}
+
+/// Log-probabilities of all tokens. A NaN, an infinite logit, and none above negative infinity are errors.
+fn log_softmax(logits: &[u8], to: &mut Vec<f64>) -> Result<()> {
+    to.clear();
+    let (logits, _) = logits.as_chunks::<4>();
+    to.extend(logits.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))));
+    let largest = to.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = to.iter().map(|logit| (logit - largest).exp()).sum();
+    let log_sum = largest + sum.ln();
+    ensure!(log_sum.is_finite(), "the model's logits are no numbers, so there is no perplexity");
+    to.iter_mut().for_each(|logit| *logit -= log_sum);
+    Ok(())
+}
+
+/// KL(p || q) of distributions given by their logarithms. Rounding may make that of near ones less than nothing.
+fn divergence(p: &[f64], q: &[f64]) -> f64 {
+    let of_token = |(p, q): (&f64, &f64)| if *p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) };
+    p.iter().zip(q).map(of_token).sum::<f64>().max(0.0)
+}
+
+/// The likeliest token, the lowest on ties, as a greedy row draws it.
+fn likeliest(logprobs: &[f64]) -> usize {
+    let better = |best: usize, id: usize| if logprobs[id] > logprobs[best] { id } else { best };
+    (0..logprobs.len()).fold(0, better)
+}
+
+/// The least value that this share of the values is not above. They are in order.
+fn at_rank(sorted: &[f64], share: f64) -> f64 {
+    let rank = (share * sorted.len() as f64).ceil() as usize;
+    sorted[rank.clamp(1, sorted.len()) - 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(logits: &[f32]) -> Vec<u8> {
+        logits.iter().flat_map(|logit| logit.to_le_bytes()).collect()
+    }
+
+    fn near(got: f64, want: f64) {
+        assert!((got - want).abs() <= 1e-12 * want.abs().max(1.0), "{got} is not {want}");
+    }
+
+    /// Rows whose distributions are known fractions: halves and a quarter, and thirds.
+    const HALVES: [f32; 3] = [std::f32::consts::LN_2, 0.0, 0.0];
+    const THIRDS: [f32; 3] = [700.0, 700.0, 700.0];
+
+    /// By the formulas, of probabilities that are fractions. The logits are F32, so the logarithm of two is one too.
+    #[test]
+    fn figures_are_what_the_formulas_give() {
+        let mut samples = Samples::default();
+        samples.add(0, &bytes(&HALVES), Some(&bytes(&THIRDS))).unwrap();
+        samples.add(2, &bytes(&THIRDS), Some(&bytes(&HALVES))).unwrap();
+        let e = f64::from(std::f32::consts::LN_2).exp();
+        let half = [e / (e + 2.0), 1.0 / (e + 2.0), 1.0 / (e + 2.0)].map(f64::ln);
+        let third = (1.0f64 / 3.0).ln();
+        let kl = [
+            half.iter().map(|q| (third - q) / 3.0).sum::<f64>(),
+            half.iter().map(|p| p.exp() * (p - third)).sum(),
+        ];
+        let nll = [-half[0], -third];
+        let mean = (nll[0] + nll[1]) / 2.0;
+        // Of two samples: half of what they differ by.
+        let error = (nll[0] - nll[1]).abs() / 2.0;
+        let figures = samples.figures().unwrap();
+        assert_eq!(figures.tokens, 2);
+        near(figures.nll.value, mean);
+        near(figures.nll.error.unwrap(), error);
+        near(figures.perplexity.value, mean.exp());
+        near(figures.perplexity.error.unwrap(), mean.exp() * error);
+        let against = figures.against.unwrap();
+        near(against.nll.value, (-third - half[2]) / 2.0);
+        near(against.kl.value, (kl[0] + kl[1]) / 2.0);
+        near(against.kl.error.unwrap(), (kl[0] - kl[1]).abs() / 2.0);
+        near(against.kl_median, kl[0].min(kl[1]));
+        near(against.kl_p99, kl[0].max(kl[1]));
+        near(against.kl_max, kl[0].max(kl[1]));
+        near(against.logprob, ((half[0] - third).abs() + (half[2] - third).abs()) / 2.0);
+        // The first of equals is the likeliest.
+        near(against.same_choice, 1.0);
+    }
+
+    #[test]
+    fn a_model_is_as_far_from_itself_as_nothing() {
+        let mut samples = Samples::default();
+        let row: Vec<f32> = (0..997).map(|id| (id as f32 * 0.77).sin() * 30.0).collect();
+        for token in 0..40 {
+            samples.add(token, &bytes(&row), Some(&bytes(&row))).unwrap();
+        }
+        let figures = samples.figures().unwrap();
+        let against = figures.against.unwrap();
+        assert_eq!((against.perplexity, against.nll), (figures.perplexity, figures.nll));
+        assert_eq!(against.kl, Estimate { value: 0.0, error: Some(0.0) });
+        assert_eq!((against.kl_max, against.same_choice, against.logprob), (0.0, 1.0, 0.0));
+    }
+
+    /// What one of them calls impossible: nothing where the reference does, without bound where the model alone does.
+    #[test]
+    fn the_impossible_costs_what_it_should() {
+        let (all, some) = (bytes(&[0.0, 0.0]), bytes(&[0.0, f32::NEG_INFINITY]));
+        let kl = |model: &[u8], reference: &[u8]| {
+            let mut samples = Samples::default();
+            samples.add(0, model, Some(reference)).unwrap();
+            samples.figures().unwrap().against.unwrap().kl.value
+        };
+        near(kl(&all, &some), std::f64::consts::LN_2);
+        assert_eq!(kl(&some, &all), f64::INFINITY);
+        assert_eq!(kl(&some, &some), 0.0);
+    }
+
+    #[test]
+    fn one_token_has_no_error_and_none_no_figures() {
+        let mut samples = Samples::default();
+        assert_eq!(samples.figures(), None);
+        samples.add(1, &bytes(&THIRDS), None).unwrap();
+        let figures = samples.figures().unwrap();
+        near(figures.perplexity.value, 3.0);
+        assert_eq!((figures.perplexity.error, figures.nll.error, figures.against), (None, None, None));
+    }
+
+    #[test]
+    fn logits_without_a_distribution_are_refused() {
+        for row in [[0.0, f32::NAN], [f32::INFINITY, 0.0], [f32::NEG_INFINITY; 2]] {
+            let error = Samples::default().add(0, &bytes(&row), None).unwrap_err();
+            assert!(error.to_string().contains("no numbers"), "{error}");
+        }
+    }
+
+    #[test]
+    fn percentiles_are_values_that_were_seen() {
+        let values: Vec<f64> = (1..=200).map(f64::from).collect();
+        assert_eq!([0.5, 0.99, 1.0].map(|share| at_rank(&values, share)), [100.0, 198.0, 200.0]);
+        assert_eq!(at_rank(&[4.0], 0.5), 4.0);
+        assert_eq!(at_rank(&[1.0, 2.0, 3.0], 0.5), 2.0);
+    }
+}

@@ -1,0 +1,232 @@
+//! `mainstem perplexity`: how well a model foretells a text, and how far its distributions are from those of the same model
+//! in other number formats.
+//!
+//! Invariant: what is measured is what is served: the configured devices, weights and cache, by the same schedule.
+
+mod chunks;
+mod figures;
+mod reader;
+mod report;
+mod subject;
+
+use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::spinner;
+use crate::config::{Config, ConfigError, Overrides, Source};
+use crate::model::weights::Weights;
+use crate::telemetry;
+use actix_web::rt::System;
+use anyhow::{Context, Error, Result};
+use chunks::Chunk;
+use clap::{Args, ValueHint};
+use figures::Samples;
+use indicatif::{ProgressBar, ProgressStyle};
+use mainstem_kernels::QuantType;
+use reader::Reader;
+use report::Report;
+use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use subject::{Reference, Subject};
+use tokio::select;
+
+/// What a shell gives for a program that a SIGINT ended.
+const INTERRUPTED: u8 = 130;
+
+/// Measure perplexity on a text, and the distance to the same model in other number formats.
+///
+/// The text is encoded as a whole, cut into chunks, and each chunk read by itself, through the kernels, the cache and
+/// the schedule that serve. One sequence is read at a time, whatever the scheduler's settings. docs/quantization.md
+/// says what each figure means.
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  mainstem perplexity path/to/model --text wiki.test.raw
+  mainstem perplexity path/to/model --text wiki.test.raw --context 1024 --stride 512
+  mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against f32 --limit-chunks 20
+  mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json")]
+pub struct PerplexityArgs {
+    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    model_path: Option<String>,
+    #[command(flatten)]
+    asked: Asked,
+    #[command(flatten)]
+    model: ModelFlags,
+    #[command(flatten)]
+    engine: EngineFlags,
+    #[command(flatten)]
+    partition: PartitionFlags,
+    #[command(flatten)]
+    log: LogFlags,
+}
+
+/// What is read, how, and what it is compared with.
+#[derive(Args)]
+struct Asked {
+    /// The text to read (UTF-8).
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    text: PathBuf,
+    /// Tokens of a chunk; 512 unless given, or what the model was made for where that is less.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    context: Option<u32>,
+    /// Tokens from one chunk's first to the next one's; as many as a chunk has unless given.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    stride: Option<u32>,
+    /// Read no more chunks than these.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    limit_chunks: Option<u32>,
+    /// Compare with the model as stored (f32), or loaded by rules such as q8; without roundings on the way.
+    #[arg(long, value_name = "RULES", value_parser = against)]
+    against: Option<Against>,
+    /// Answer in JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a model is compared with.
+#[derive(Clone, Debug)]
+struct Against {
+    /// What the user calls it.
+    name: String,
+    weights: Weights,
+}
+
+/// Weights as stored for `f32`, for all that is stored widens to F32 as it is; else rules.
+fn against(text: &str) -> Result<Against, String> {
+    let is_stored = QuantType::by_name(text) == Some(QuantType::F32);
+    let weights = if is_stored { Weights::default() } else { Weights::parse(text)? };
+    if !is_stored && weights == Weights::default() {
+        return Err("names no number format; f32 is the model as stored".to_owned());
+    }
+    Ok(Against { name: text.to_owned(), weights })
+}
+
+/// Measures what the arguments say and prints it. The code is 0, or 130 if it was interrupted.
+pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
+    let (asked, file, flags) = args.layers();
+    let config = Config::of_process(file.as_deref(), flags)?;
+    telemetry::start_log(&config.log, || spinner::Stderr);
+    let report = System::new().block_on(measured(&asked, config))?;
+    let text = if asked.json { report.json() } else { report.table() };
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // Whoever reads has seen enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+        written => written.context("cannot write the report")?,
+    }
+    Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+impl PerplexityArgs {
+    /// What is to be done, the configuration file, if one is named, and what goes before it.
+    fn layers(mut self) -> (Asked, Option<PathBuf>, Overrides) {
+        let mut flags = Overrides::default();
+        flags.set("model.path", self.model_path);
+        flags.set_default("log.level", "warn");
+        let file = self.model.config.take();
+        self.model.add_to(&mut flags);
+        self.engine.add_to(&mut flags);
+        self.partition.add_to(&mut flags);
+        self.log.add_to(&mut flags);
+        (self.asked, file, flags)
+    }
+}
+
+/// Reads the text, until it is through or a SIGINT comes; then the report is of what was read.
+async fn measured(asked: &Asked, config: Config) -> Result<Report> {
+    let subject = Subject::open(asked, config).await?;
+    let mut report = Report::new(&subject);
+    let bar = progress(subject.chunks().len());
+    let interrupted = select! {
+        outcome = read_all(&subject, &mut report, &bar) => outcome.map(|()| false)?,
+        caught = tokio::signal::ctrl_c() => caught.map(|()| true).context("cannot listen for signals")?,
+    };
+    report.interrupted = interrupted;
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+/// Loads what is to be read with, and reads chunk after chunk; what is done when the future is dropped stands in the report.
+async fn read_all(subject: &Subject, report: &mut Report, bar: &ProgressBar) -> Result<()> {
+    bar.set_message("loading");
+    let Subject { config, source, tokenizer, cut, .. } = subject;
+    let mut model = Reader::start(config, source, tokenizer, cut.context).await?;
+    report.device = model.device.clone();
+    let mut reference = match &subject.reference {
+        Some(Reference { config, source, .. }) => {
+            Some(Reader::start(config, source, tokenizer, cut.context).await.context("--against")?)
+        }
+        None => None,
+    };
+    for chunk in subject.chunks() {
+        read(&chunk, &mut model, reference.as_mut(), &mut report.samples).await?;
+        report.read(&model);
+        bar.set_message(report.samples.perplexity().map(|value| value.to_string()).unwrap_or_default());
+        bar.inc(1);
+    }
+    Ok(())
+}
+
+/// Reads a chunk and scores its tokens. Of logits no more than a step's are held.
+async fn read(
+    chunk: &Chunk<'_>,
+    model: &mut Reader,
+    mut reference: Option<&mut Reader>,
+    samples: &mut Samples,
+) -> Result<()> {
+    for (rows, wanted) in chunk.steps(model.rows) {
+        let first = rows.start + 1;
+        let mut others = match &mut reference {
+            Some(reference) => Some(reference.read(chunk, rows.clone(), wanted).await.context("--against")?),
+            None => None,
+        };
+        for (logits, token) in model.read(chunk, rows, wanted).await?.zip(&chunk.tokens[first..]) {
+            samples.add(*token, logits, others.as_mut().and_then(Iterator::next))?;
+        }
+    }
+    Ok(())
+}
+
+/// An error that is the command line's.
+fn usage(message: impl Into<String>) -> Error {
+    ConfigError { origin: Source::CommandLine, message: message.into() }.into()
+}
+
+/// A bar on a terminal's standard error; elsewhere nothing is drawn.
+fn progress(chunks: usize) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} chunks, {eta} left, {msg}");
+    let style = style.expect("the template is well formed; anything else is a bug");
+    ProgressBar::new(chunks as u64).with_style(style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{CommandFactory, Parser};
+
+    #[derive(Parser)]
+    struct Alone {
+        #[command(flatten)]
+        args: PerplexityArgs,
+    }
+
+    #[test]
+    fn flags_are_well_formed_and_name_keys() {
+        Alone::command().debug_assert();
+        let line = "perplexity m --text t --weights q4 --threads 3 --against F32";
+        let alone = Alone::try_parse_from(line.split(' ')).unwrap();
+        let (asked, file, flags) = alone.args.layers();
+        let config = Config::load(file.as_deref(), flags).unwrap();
+        assert_eq!((config.model.path.as_str(), config.device.threads), ("m", 3));
+        assert_eq!(asked.against.unwrap().weights, Weights::default());
+    }
+
+    #[test]
+    fn a_reference_is_the_stored_model_or_has_rules() {
+        assert_eq!(against("fp32").unwrap().weights, Weights::default());
+        assert_eq!(against("head=q6,q4").unwrap().weights, Weights::parse("head=q6,q4").unwrap());
+        for (wrong, told) in [("", "no number format"), ("q9", "'q9'"), ("stored", "'stored'")] {
+            let error = against(wrong).unwrap_err();
+            assert!(error.contains(told), "{wrong}: {error}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! A model on its devices that reads chunks and gives its logits.
+//!
+//! Steps go through the group as the decode loop's do: prompt chunks of one sequence in slot 0, whose pages are all there are.
+//! Invariant: a chunk sees nothing of the one before: it begins at position 0, and attention is causal.
+
+use super::chunks::{Chunk, Wanted};
+use crate::actors::EngineSetup;
+use crate::actors::device::Step;
+use crate::actors::group::{Devices, Epoch, Group, GroupConfig};
+use crate::cli::start;
+use crate::config::{Config, DeviceKind, KvSize};
+use crate::model::ModelSource;
+use crate::text::Tokenizer;
+use anyhow::{Result, ensure};
+use mainstem_kernels::{
+    KvTable, SampleMode, SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
+    TableUpdate, Want,
+};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Bytes of logits that are held at once, as far as a single row is not more.
+const LOGIT_BYTES: usize = 64 << 20;
+
+/// A model that reads.
+pub struct Reader {
+    group: Group,
+    epoch: Epoch,
+    step: Box<Step>,
+    vocab: usize,
+    /// Tokens of a step, at most.
+    pub rows: usize,
+    /// What computes.
+    pub device: String,
+    /// Rows read so far, and how long that took.
+    pub read: usize,
+    pub time: Duration,
+}
+
+impl Reader {
+    /// Loads the model for chunks of at most `context` tokens.
+    pub async fn start(
+        config: &Config,
+        source: &Arc<ModelSource>,
+        tokenizer: &Arc<Tokenizer>,
+        context: usize,
+    ) -> Result<Reader> {
+        let vocab = source.spec.vocab;
+        let rows = (LOGIT_BYTES / (vocab * size_of::<f32>())).clamp(1, context);
+        let config = sized(config, context, rows);
+        let is_fake = |kind| matches!(kind, DeviceKind::Fake { .. });
+        let computes = !config.device.devices().any(|device| is_fake(device.kind));
+        ensure!(computes, "fake devices compute nothing, so there are no logits");
+        let setup = start::setup(&config, source)?;
+        let factories = start::factories(&config.device, source, tokenizer, &setup);
+        let (group, built) = Group::start(factories, group_config(&setup)).await?;
+        let mut step = Box::new(Step::with_capacity(&setup.limits));
+        step.batch.tables.extend(pages(setup.limits.table_len()));
+        Ok(Reader {
+            epoch: group.epoch(),
+            group,
+            step,
+            vocab,
+            rows: config.scheduler.token_budget,
+            device: start::together(built.into_iter().flatten().collect()).device,
+            read: 0,
+            time: Duration::ZERO,
+        })
+    }
+
+    /// Reads rows of a chunk, behind those before them. Gives the logits that are wanted of each, F32 in little-endian.
+    pub async fn read(
+        &mut self,
+        chunk: &Chunk<'_>,
+        rows: Range<usize>,
+        wanted: Wanted,
+    ) -> Result<std::slice::ChunksExact<'_, u8>> {
+        let mut step = std::mem::take(&mut self.step);
+        describe(&mut step.batch, chunk, rows.clone(), wanted);
+        let began = Instant::now();
+        let ran = self.group.send(step, self.epoch)?.await;
+        self.time += began.elapsed();
+        self.read += rows.len();
+        ran.result?;
+        self.step = ran.step;
+        self.step.batch.clear();
+        let logits = self.step.output.logits.chunks_exact(self.vocab * size_of::<f32>());
+        let expected = if wanted == Wanted::Logits { rows.len() } else { 0 };
+        ensure!(logits.len() == expected, "{} rows of logits, not {expected}; this is a bug", logits.len());
+        Ok(logits)
+    }
+}
+
+/// The configuration for one sequence of `context` tokens, read by so many at a time if it does not say fewer.
+fn sized(config: &Config, context: usize, rows: usize) -> Config {
+    let mut config = config.clone();
+    config.scheduler.slots = 1;
+    config.scheduler.token_budget = config.scheduler.token_budget.min(rows);
+    config.kv.max_context = Some(context);
+    config.kv.size = KvSize::Tokens(context);
+    config
+}
+
+fn group_config(setup: &EngineSetup) -> GroupConfig {
+    GroupConfig {
+        step_timeout: setup.step_timeout,
+        ..GroupConfig::new(setup.partition.names(), setup.limits, setup.width)
+    }
+}
+
+/// All pages but the sink, for slot 0.
+fn pages(count: usize) -> impl Iterator<Item = TableUpdate> {
+    let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: index + 1 };
+    (0..count as u32).map(entry)
+}
+
+/// One span of the chunk.
+fn describe(batch: &mut StepBatch, chunk: &Chunk, rows: Range<usize>, wanted: Wanted) {
+    batch.tokens.extend_from_slice(&chunk.tokens[rows.clone()]);
+    batch.logits = wanted == Wanted::Logits;
+    batch.spans.push(Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot: 0,
+        start: rows.start as u32,
+        tokens: SpanTokens::Given { at: 0, len: rows.len() as u32 },
+        table: SpanTable::Own,
+        reserved: chunk.tokens.len() as u32,
+        source: 0,
+        want: if batch.logits { Want::All } else { Want::None },
+    });
+    if batch.logits {
+        let scored = |token: &u32| SampleRow { mode: SampleMode::Score(*token), ..SampleRow::GREEDY };
+        batch.samples.extend(chunk.tokens[rows.start + 1..=rows.end].iter().map(scored));
+    }
+}

@@ -1,0 +1,128 @@
+"""Makes tests/fixtures/perplexity: a text that the demo model was not trained on, and what it says of it by transformers.
+
+    python tests/oracle/make_perplexity.py
+
+`held_out.txt` is made of documents of the demo's corpus with a seed that training never uses, the begin token spelled out
+between them. `answers.json` is described in README.md: each chunk's negative log-likelihood, by the loop in transformers' page
+"Perplexity of fixed-length models", and the divergence of the model from one whose matrices are what their blocks of Q4_0 stand
+for. Everything is computed in float32 from the weights as stored; logarithms and sums in float64.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+FIXTURES = HERE.parent / "fixtures" / "perplexity"
+DEMO = ROOT / "assets" / "demo"
+CHARACTERS = 18_500
+CUTS = [(512, 512), (256, 64), (100, 99)]
+
+sys.path.insert(0, str(ROOT / "tools" / "demo_model"))
+import corpus  # noqa: E402
+from layout import BEGIN  # noqa: E402
+
+
+def held_out() -> str:
+    """Whole documents, as many as there is room for."""
+    stream = corpus.documents(corpus.HELD_OUT)
+    text = next(stream)
+    while len(text) + len(following := BEGIN + next(stream)) <= CHARACTERS:
+        text += following
+    return text
+
+
+def logprobs(model: LlamaForCausalLM, ids: list[int]) -> np.ndarray:
+    """Of all tokens behind each of `ids`, (ids, vocabulary)."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].to(torch.float64)
+    return torch.log_softmax(logits, dim=-1).numpy()
+
+
+def windows(count: int, context: int, stride: int):
+    """(begin, end, first that is scored) of each chunk, as the page has them; a token without one before it is none."""
+    seen = 0
+    for begin in range(0, count, stride):
+        end = min(begin + context, count)
+        first = max(seen, begin + 1)
+        if first < end:
+            yield begin, end, first
+        seen = end
+        if end == count:
+            break
+
+
+def chunks(model: LlamaForCausalLM, ids: list[int], context: int, stride: int) -> list[dict]:
+    """What each chunk's scored tokens cost together."""
+    made = []
+    for begin, end, first in windows(len(ids), context, stride):
+        rows = logprobs(model, ids[begin:end])
+        nll = -sum(rows[at - begin - 1, ids[at]] for at in range(first, end))
+        made.append({"begin": begin, "end": end, "scored": end - first, "nll": float(nll)})
+    return made
+
+
+def in_blocks(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model with every matrix made of Q4_0's numbers."""
+    coded = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for weight in coded.parameters():
+            if weight.ndim == 2:
+                numbers = dequantize(quantize(weight.numpy(), Type.Q4_0), Type.Q4_0)
+                weight.copy_(torch.from_numpy(numbers.reshape(weight.shape)))
+    assert coded.lm_head.weight is coded.model.embed_tokens.weight
+    return coded
+
+
+def difference(model: LlamaForCausalLM, other: LlamaForCausalLM, ids: list[int], context: int) -> dict:
+    """How far `other` is from the model, over chunks one after the other."""
+    kl, own, same = [], [], []
+    for begin, end, first in windows(len(ids), context, context):
+        p, q = (logprobs(each, ids[begin:end])[: end - begin - 1] for each in (model, other))
+        kl += (np.exp(p) * (p - q)).sum(-1).tolist()
+        targets = ids[begin + 1 : end]
+        own += [(p[at, token], q[at, token]) for at, token in enumerate(targets)]
+        same += (p.argmax(-1) == q.argmax(-1)).tolist()
+    ordered = sorted(kl)
+    at_rank = lambda share: ordered[max(int(np.ceil(share * len(kl))), 1) - 1]
+    true, coded = np.array(own).T
+    return {
+        "scored": len(kl),
+        "nll": float(-coded.mean()),
+        "kl": float(np.mean(kl)),
+        "kl_error": float(np.std(kl, ddof=1) / np.sqrt(len(kl))),
+        "kl_median": at_rank(0.5),
+        "kl_p99": at_rank(0.99),
+        "kl_max": at_rank(1.0),
+        "same_choice": float(np.mean(same)),
+        "logprob": float(np.abs(true - coded).mean()),
+    }
+
+
+def main():
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    text = held_out()
+    (FIXTURES / "held_out.txt").write_text(text)
+    ids = AutoTokenizer.from_pretrained(DEMO)(text).input_ids
+    model = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
+    answers = {
+        "tokens": len(ids),
+        "first": ids[:8],
+        "cuts": [
+            {"context": context, "stride": stride, "chunks": chunks(model, ids, context, stride)}
+            for context, stride in CUTS
+        ],
+        "q4_0": difference(model, in_blocks(model), ids, 512),
+    }
+    (FIXTURES / "answers.json").write_text(json.dumps(answers, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()
