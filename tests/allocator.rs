@@ -13,7 +13,7 @@ use mainstem_kernels::Inputs;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Aborted, Backend, Carried, Collective, Flow, HostBuf, KvTable, QuantType, SampleMode, SampleRow,
+    Aborted, Backend, Carried, Collective, Flow, HostBuf, KvTable, QuantType, SampleMode, SampleRow, Share,
     SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
     TableUpdate, Want,
 };
@@ -100,6 +100,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         biases: 4,
         vocab: source.spec.vocab,
         hidden: 0,
+        attended: Share::ALL,
     }
 }
 
@@ -121,15 +122,18 @@ fn main() {
 fn what_is_allocated_is_what_the_formulas_say() {
     for fixture in ["f16", "gqa", "gguf/q4_0.gguf"] {
         let source = open(fixture);
-        check_report(fixture, cpu, &source);
+        check_report(fixture, cpu, &source, KV);
     }
-    check_report("f16 on the oracle", Reference::new, &open("f16"));
+    for ty in [QuantType::Q8_0, QuantType::G4_B64] {
+        check_report(&format!("a cache of {ty}"), cpu, &open("odd_head_dim"), KvPlan { ty, ..KV });
+    }
+    check_report("f16 on the oracle", Reference::new, &open("f16"), KV);
 }
 
-fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource) {
+fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource, kv: KvPlan) {
     let limits = limits(source);
-    let page = page_bytes(&source.spec, KV.ty, limits.page_positions).expect("a page is small");
-    let (mut report, all) = report_of(backend(), source);
+    let page = page_bytes(&source.spec, kv.ty, limits.page_positions).expect("a page is small");
+    let (mut report, all) = report_of(backend(), source, kv);
     // Matrices as they are stored, vectors in F32, and a cosine and a sine for each pair of a head.
     let tensors = report.tensors.iter().map(|tensor| match tensor.shape.as_slice() {
         [width] => width * size_of::<f32>(),
@@ -137,12 +141,12 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
     });
     let rope = limits.positions * source.spec.last_stack().ropes[0].dims * size_of::<f32>();
     assert_eq!(report.weight_bytes, tensors.sum::<usize>() + rope, "{what}: weights");
-    assert_eq!(report.kv_bytes, page * KV.pages, "{what}: cache");
+    assert_eq!(report.kv_bytes, page * kv.pages, "{what}: cache");
     assert_eq!(report.activation_bytes, activation_bytes(&source.spec, &limits), "{what}: activations");
     let parts = report.weight_bytes + report.kv_bytes + report.activation_bytes + report.step_bytes;
     assert_eq!(parts, all, "{what}: all of it");
     let mut forecast =
-        forecast(backend(), source, &Shard::whole(&source.spec), KV, limits).expect("the fixture is open");
+        forecast(backend(), source, &Shard::whole(&source.spec), kv, limits).expect("the fixture is open");
     for tensors in [&mut report.tensors, &mut forecast.tensors] {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
     }
@@ -155,9 +159,9 @@ fn cpu() -> CpuBackend {
 }
 
 /// A model's own report, and the bytes of all buffers it has.
-fn report_of<B: Backend>(backend: B, source: &ModelSource) -> (ExecutorReport, usize) {
+fn report_of<B: Backend>(backend: B, source: &ModelSource, kv: KvPlan) -> (ExecutorReport, usize) {
     let before = HostBuf::allocated();
-    let executor = ModelExecutor::new(backend, source, &Shard::whole(&source.spec), KV, limits(source))
+    let executor = ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits(source))
         .expect("the fixture loads");
     (executor.report(), HostBuf::allocated() - before)
 }

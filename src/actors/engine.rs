@@ -341,6 +341,7 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         biases: BIASES,
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+        attended: config.kv.attended,
     }
 }
 

@@ -8,6 +8,9 @@ use clap::{Args, ValueHint};
 use mainstem_kernels::cpu::Isa;
 use std::path::PathBuf;
 
+/// What keys and values can be stored as.
+pub const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"];
+
 /// What is known of the model beside its name.
 #[derive(Args)]
 #[command(next_help_heading = "Model")]
@@ -64,7 +67,7 @@ pub struct EngineFlags {
     #[arg(long = "lanes", value_name = "N")]
     scheduler_lanes: Option<String>,
     /// Number format of keys and values.
-    #[arg(long = "kv-type", value_name = "TYPE", value_parser = ["f32", "f16", "bf16"])]
+    #[arg(long = "kv-type", visible_alias = "kv", value_name = "TYPE", value_parser = KV_TYPES)]
     kv_type: Option<String>,
     /// Room for keys and values: auto, "65536 tokens" or 2GiB.
     #[arg(long = "kv-size", value_name = "SIZE")]
@@ -75,6 +78,9 @@ pub struct EngineFlags {
     /// Longest prompt and answer together, in tokens; 0 is the model's own limit.
     #[arg(long = "max-context", value_name = "N")]
     kv_max_context: Option<u32>,
+    /// Share of its past whose values a drawn token takes, such as 0.1.
+    #[arg(long = "attended-share", value_name = "SHARE")]
+    kv_attended_share: Option<f64>,
     /// What computes.
     #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
@@ -87,7 +93,7 @@ pub struct EngineFlags {
     /// Instruction set.
     #[arg(long = "isa", value_name = "ISA", value_parser = Isa::ALL.map(Isa::name))]
     device_isa: Option<String>,
-    /// What products take activations as: codes of 8 bits or bf16 beside such weights, or f32.
+    /// What products take activations as.
     #[arg(long = "activations", value_name = "HOW", value_parser = ["fast", "f32"])]
     device_activations: Option<String>,
     /// Time of a step of device "fake", such as 20ms.
@@ -111,6 +117,7 @@ impl EngineFlags {
         overrides.set("kv.size", self.kv_size);
         overrides.set("kv.page_positions", self.kv_page_positions);
         overrides.set("kv.max_context", self.kv_max_context);
+        overrides.set("kv.attended_share", self.kv_attended_share);
         overrides.set("device.kind", self.device_kind);
         overrides.set("device.step_timeout", self.device_step_timeout);
         overrides.set("device.threads", self.device_threads);

@@ -4,7 +4,7 @@
 
 mod text;
 
-use super::flags::PartitionFlags;
+use super::flags::{KV_TYPES, PartitionFlags};
 use super::spinner::{self, Spinner};
 use super::start;
 use crate::actors::Conventions;
@@ -70,7 +70,7 @@ struct SizeArgs {
     #[arg(long, value_name = "N")]
     max_context: Option<u32>,
     /// Number format of keys and values.
-    #[arg(long, value_parser = ["f32", "f16", "bf16"])]
+    #[arg(long, visible_alias = "kv", value_parser = KV_TYPES)]
     kv_type: Option<String>,
     #[command(flatten)]
     partition: PartitionFlags,
@@ -232,7 +232,7 @@ pub struct Tensor {
     #[serde(rename = "type")]
     pub ty: String,
     /// The one it is stored in.
-    pub stored: &'static str,
+    pub stored: String,
     pub shape: Vec<usize>,
     /// As it is loaded.
     pub bytes: usize,
@@ -421,7 +421,7 @@ fn tensor(source: &ModelSource, piece: &Piece, parts: &[TensorRecord]) -> Result
     let bytes = parts.iter().map(|part| part.bytes).sum();
     Ok(Tensor {
         ty: types.join(", "),
-        stored: stored.quant_type()?.name(),
+        stored: stored.stored_name().to_owned(),
         bytes,
         bits: bytes as f64 * 8.0 / numbers.max(1) as f64,
         role: piece.role,
@@ -437,6 +437,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
     let rest = source.checkpoint.tensors().filter(|tensor| !used.contains_key(tensor.name));
     let why = |name: &str| match tensors::is_tied_head(&source.spec, name) {
         true => "the head is the embedding",
+        false if source.checkpoint.scales_activations(name) => "activations are not rounded to 8 bits",
         false => "the specification ignores it",
     };
     rest.map(|tensor| Unused {

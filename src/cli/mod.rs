@@ -20,6 +20,8 @@ pub mod inspect;
 
 pub mod plan;
 
+pub mod quantize;
+
 use crate::config::{ConfigError, Source};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
@@ -41,6 +43,7 @@ Examples:
   mainstem bench path/to/model                      how fast it is here
   mainstem perplexity path/to/model --text FILE     how well it foretells a text
   mainstem plan --partition path/to/model           how fast it would be on several devices
+  mainstem quantize path/to/model OUT --weights q4  the same model in a third of the memory
 
 mainstem COMMAND --help has more of each."
 )]
@@ -57,6 +60,7 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     Perplexity(Box<perplexity::PerplexityArgs>),
     Plan(plan::PlanArgs),
+    Quantize(quantize::QuantizeArgs),
     Completions(completions::CompletionsArgs),
 }
 
@@ -70,6 +74,7 @@ pub fn run() -> ExitCode {
         Command::Bench(args) => bench::run(*args),
         Command::Perplexity(args) => perplexity::run(*args),
         Command::Plan(args) => plan::run(args).map(succeeded),
+        Command::Quantize(args) => quantize::run(args),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
     outcome.unwrap_or_else(|error| exit_code(&error))

@@ -45,7 +45,7 @@ impl Prepared {
 
     /// Starts the actors and loads the weights.
     pub async fn start(self) -> Result<Engine> {
-        let _spinner = Spinner::start("loading the weights");
+        let _spinner = Spinner::measured("loading the weights", self.source.progress.clone());
         let factories = factories(&self.device, &self.source, &self.tokenizer, &self.setup);
         engine::start(self.setup, self.tokenizer, factories).await
     }

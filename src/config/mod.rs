@@ -18,7 +18,7 @@ use crate::model::weights::Weights;
 use crate::request::Pooling;
 use layers::{CONFIG_VARIABLE, Environment, Settings, variable};
 use mainstem_kernels::cpu::Isa;
-use mainstem_kernels::{Inputs, QuantType};
+use mainstem_kernels::{Inputs, QuantType, Share};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -199,6 +199,8 @@ pub struct KvConfig {
     pub size: KvSize,
     /// Longest sequence, in tokens; `None` is the model's own limit.
     pub max_context: Option<usize>,
+    /// Of the positions before a drawn token's, how many give it their values.
+    pub attended: Share,
 }
 
 /// Page sizes are multiples of this many positions.
@@ -439,13 +441,14 @@ impl Settings {
     }
 
     fn kv(&self) -> Result<KvConfig, ConfigError> {
-        let types: Vec<_> = QuantType::unblocked().map(|ty| (ty.name(), ty)).collect();
+        let types: Vec<_> = QuantType::cache_names().collect();
         let max_context = self.get("kv.max_context", |v| integer(v, 0, 1 << 32))?;
         Ok(KvConfig {
             ty: self.get("kv.type", |v| one_of(v, &types))?,
             page_positions: self.get("kv.page_positions", values::page_positions)?,
             size: self.get("kv.size", values::kv_size)?,
             max_context: (max_context > 0).then_some(max_context),
+            attended: self.get("kv.attended_share", values::share)?,
         })
     }
 
@@ -595,7 +598,13 @@ mod tests {
                 lanes: Lanes::ByStages,
                 drain_timeout: Duration::from_secs(30),
             },
-            kv: KvConfig { ty: QuantType::F16, page_positions: 32, size: KvSize::Fitting, max_context: None },
+            kv: KvConfig {
+                ty: QuantType::F16,
+                page_positions: 32,
+                size: KvSize::Fitting,
+                max_context: None,
+                attended: Share::ALL,
+            },
             device: DeviceConfig {
                 groups: vec![vec![DeviceName { kind: DeviceKind::Cpu, number: 0 }]],
                 layers: vec![],
@@ -656,6 +665,11 @@ mod tests {
             ("[server]\ncors_origins = \"https://a.b\"", "expected a list of texts"),
             ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": needs server.tls_key"),
             ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": needs server.tls_cert"),
+            ("[kv]\ntype = \"q5\"", r#"must be one of "f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64""#),
+            ("[kv]\nattended_share = 0", "kv.attended_share = 0: must be more than 0 and at most 1"),
+            ("[kv]\nattended_share = 1.01", "must be more than 0 and at most 1"),
+            ("[kv]\nattended_share = nan", "must be more than 0 and at most 1"),
+            ("[kv]\nattended_share = \"half\"", "must be more than 0 and at most 1"),
             ("[scheduler]\nslots = 0", "scheduler.slots = 0: must be from 1"),
             ("[scheduler]\nlanes = 0", "scheduler.lanes = 0: must be from 1 to 65536, or be \"auto\""),
             ("[scheduler]\nlanes = \"many\"", "expected a whole number, or \"auto\""),
@@ -674,7 +688,6 @@ mod tests {
             ("[model]\nnormalize = true", "model.normalize = true"),
             ("[kv]\npage_positions = 48", "must be a multiple of 32"),
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
-            ("[kv]\ntype = \"q8_0\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),
@@ -712,6 +725,12 @@ mod tests {
         let nanos = config_of("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
         assert_eq!(nanos[0][0].kind, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
         assert_eq!(config_of("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
+        let few = config_of("[kv]\nattended_share = 0.1\ntype = \"q4\"").unwrap().kv;
+        assert_eq!(
+            (few.attended.of(20), few.ty),
+            (2, QuantType::G4_B64),
+            "not q4_b32t1a, which is q4 of weights"
+        );
     }
 
     /// Slots and budget contradict each other: whoever spoke last is at fault.

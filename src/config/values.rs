@@ -4,6 +4,7 @@
 //! Invariant: what is said against a secret never repeats it.
 
 use super::{KvSize, Lanes, PAGE_UNIT};
+use mainstem_kernels::Share;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Value;
@@ -195,6 +196,12 @@ pub(super) fn page_positions(value: &Value) -> Result<usize, String> {
         return Err(format!("must be a multiple of {PAGE_UNIT}"));
     }
     Ok(positions)
+}
+
+/// A share, more than none.
+pub(super) fn share(value: &Value) -> Result<Share, String> {
+    let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
+    number.and_then(Share::new).ok_or_else(|| "must be more than 0 and at most 1".to_string())
 }
 
 pub(super) fn log_level(value: &Value) -> Result<String, String> {

@@ -20,13 +20,17 @@ pub mod gguf;
 
 pub mod sentence;
 
+mod coded;
 mod gather;
 mod groups;
+mod scaled;
 mod sharded;
 
 mod llama2c;
 mod pickle;
 mod safetensors;
+
+pub mod save;
 
 #[cfg(test)]
 pub(crate) mod scratch;
@@ -41,11 +45,12 @@ pub use pickle::is_pytorch;
 pub use rope::{RopeConfig, RopeKeys, RopeScaling};
 pub use sentence::{FoundPooling, SentenceFiles, TextSettings, Unserved};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use folder::FileBytes;
 use gather::Gather;
 use groups::Groups;
 use mainstem_kernels::QuantType;
+use scaled::Scaled;
 use sharded::Naming;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -81,19 +86,33 @@ struct Entry {
 enum Layout {
     /// As they are wanted: row-major, without gaps.
     Dense,
+    /// The same, of matrices (in, out) that lie there as (out, in).
+    Turned,
     /// To be picked, or made into another type.
     Gathered(Gather),
     /// To be made of bytes and scales.
     Grouped(Groups),
+    /// To be made of bytes and scales that lie elsewhere.
+    Scaled(Scaled),
 }
 
 impl Entry {
+    /// The same where so many files come before its own.
+    fn behind(mut self, files: usize) -> Entry {
+        self.file += files;
+        if let Layout::Scaled(Scaled { scales: Some((file, ..)), .. }) = &mut self.layout {
+            *file += files;
+        }
+        self
+    }
+
     /// Bytes of the numbers as they are wanted.
     fn bytes_len(&self) -> usize {
         match &self.layout {
-            Layout::Dense => self.bytes.len(),
+            Layout::Dense | Layout::Turned => self.bytes.len(),
             Layout::Gathered(gather) => gather.bytes_len(&self.shape),
             Layout::Grouped(groups) => groups.wanted_bytes(self.bytes.len()),
+            Layout::Scaled(scaled) => scaled.wanted_bytes(self.bytes.len()),
         }
     }
 }
@@ -127,6 +146,8 @@ pub struct TensorView<'a> {
     pub file: &'a Path,
     entry: &'a Entry,
     stored: &'a [u8],
+    /// Those that lie elsewhere.
+    scales: &'a [u8],
 }
 
 impl Checkpoint {
@@ -159,7 +180,11 @@ impl Checkpoint {
     /// Opens a folder's weights: safetensors if there are any, else what PyTorch saved.
     pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
         for kind in &FOLDER_KINDS {
-            if let Some(checkpoint) = kind.open(folder)? {
+            if let Some(mut checkpoint) = kind.open(folder)? {
+                // Of what PyTorch saved, such codes are refused: how they lie is not looked at.
+                if kind.single == safetensors::FILES.single {
+                    checkpoint.settle_scales(folder)?;
+                }
                 return Ok(checkpoint);
             }
         }
@@ -204,10 +229,41 @@ impl Checkpoint {
         self.tensors.values().map(Entry::bytes_len).sum()
     }
 
+    /// Takes the tensors of another one; refuses those that are here already.
+    fn join(&mut self, other: Checkpoint) -> Result<()> {
+        let first = self.files.len();
+        self.files.extend(other.files);
+        for (name, entry) in other.tensors {
+            let entry = entry.behind(first);
+            let file = self.files[entry.file].path();
+            ensure!(
+                !self.tensors.contains_key(&name),
+                "{}: tensor '{name}': another file has it too",
+                file.display()
+            );
+            self.tensors.insert(name, entry);
+        }
+        Ok(())
+    }
+
     fn view<'a>(&'a self, name: &'a str, entry: &'a Entry) -> TensorView<'a> {
         let file = &self.files[entry.file];
         let stored = &file.bytes()[entry.bytes.clone()];
-        TensorView { name, dtype: &entry.dtype, shape: &entry.shape, file: file.path(), entry, stored }
+        let scales = match &entry.layout {
+            Layout::Scaled(Scaled { scales: Some((file, bytes, _)), .. }) => {
+                &self.files[*file].bytes()[bytes.clone()]
+            }
+            _ => &[],
+        };
+        TensorView {
+            name,
+            dtype: &entry.dtype,
+            shape: &entry.shape,
+            file: file.path(),
+            entry,
+            stored,
+            scales,
+        }
     }
 }
 
@@ -216,10 +272,16 @@ impl<'a> TensorView<'a> {
     /// has them in another order or type. Each call makes its own copy.
     pub fn bytes(&self) -> Cow<'a, [u8]> {
         match &self.entry.layout {
-            Layout::Dense => Cow::Borrowed(self.stored),
+            Layout::Dense | Layout::Turned => Cow::Borrowed(self.stored),
             Layout::Gathered(gather) => Cow::Owned(gather.numbers(self.stored, self.shape)),
             Layout::Grouped(groups) => Cow::Owned(groups.numbers(self.stored)),
+            Layout::Scaled(scaled) => Cow::Owned(scaled.numbers(self.stored, self.scales)),
         }
+    }
+
+    /// Whether its bytes are those of matrices (out, in), though its shape is (in, out).
+    pub fn is_turned(&self) -> bool {
+        matches!(self.entry.layout, Layout::Turned)
     }
 
     /// How many [`TensorView::bytes`] are; the file is not read for it.
@@ -227,12 +289,35 @@ impl<'a> TensorView<'a> {
         self.entry.bytes_len()
     }
 
+    /// The number format that the file has.
+    pub fn stored_name(&self) -> &'a str {
+        match (&self.entry.layout, self.dtype) {
+            (Layout::Scaled(_), _) => scaled::NAME,
+            (_, Dtype::Known(ty)) => ty.name(),
+            (_, Dtype::Foreign(name)) => name,
+        }
+    }
+
+    /// The number format to load it in where nobody says: its own, but 16 bits for codes of 8 with scales, which have a
+    /// fraction of 3 bits.
+    pub fn usual_type(&self) -> Result<QuantType> {
+        match self.entry.layout {
+            Layout::Scaled(_) => Ok(QuantType::BF16),
+            _ => self.quant_type(),
+        }
+    }
+
+    /// How many bytes of the file they are made of.
+    pub fn stored_len(&self) -> usize {
+        self.stored.len()
+    }
+
     /// The number format; an error that names file, tensor and format if it cannot be computed with.
     pub fn quant_type(&self) -> Result<QuantType> {
         match self.dtype {
             Dtype::Known(ty) => Ok(*ty),
             Dtype::Foreign(name) => bail!(
-                "{}: tensor '{}': its dtype {name} is not supported yet (supported: {})",
+                "{}: tensor '{}': its dtype {name} is not supported yet (supported: {}, and F8_E4M3 in safetensors)",
                 self.file.display(),
                 self.name,
                 QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ")

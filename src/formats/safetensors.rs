@@ -1,9 +1,10 @@
 //! Safetensors: a little-endian header length, a JSON header of that many bytes that says for each tensor its
-//! type, shape and byte range, and then the data.
+//! type, shape and byte range, and then the data. What the format has no type for is described in its metadata.
 //!
 //! Invariant: the tensors of an accepted file tile its data section: no overlap, no hole, nothing after the
 //! last.
 
+use super::coded::{self, Coded};
 use super::folder::Folder;
 use super::sharded::{ByTensor, Naming};
 use super::{Checkpoint, Dtype, Entry, Layout, elements, fixed_bytes};
@@ -12,8 +13,8 @@ use mainstem_kernels::QuantType;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// The format's own bound on its header.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
@@ -22,14 +23,16 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
 
 /// The number types that can be served, by their names in the header.
-const DTYPES: [(&str, QuantType); 3] =
+pub(super) const DTYPES: [(&str, QuantType); 3] =
     [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
 
 impl Checkpoint {
     /// Opens a folder's safetensors: `model.safetensors`, or the files that `model.safetensors.index.json`
     /// names.
     pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
-        FILES.open_needed(folder)
+        let mut checkpoint = FILES.open_needed(folder)?;
+        checkpoint.settle_scales(folder)?;
+        Ok(checkpoint)
     }
 }
 
@@ -46,12 +49,21 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
     };
     ensure!(header.first() == Some(&b'{'), "no safetensors file: the header is not a JSON object");
     let described: ByTensor<Described> = serde_json::from_slice(header).context("in the header")?;
-    check_tiling(&described.0, bytes.len() - data_start)?;
-    described
-        .0
-        .into_iter()
-        .map(|(name, tensor)| tensor.entry(&name, file, data_start).map(|e| (name, e)))
-        .collect()
+    check_tiling(&described.tensors, bytes.len() - data_start)?;
+    let coded = coded::of_metadata(&described.metadata).context("in the header's metadata")?;
+    if let Some(name) = coded.keys().find(|name| !described.tensors.contains_key(*name)) {
+        bail!("tensor '{name}': the metadata describes it, but it is not in the file");
+    }
+    let entry = |(name, tensor): (String, Described)| {
+        let entry = match coded.get(&name) {
+            Some(coded) => {
+                tensor.coded_entry(coded, file, data_start).with_context(|| format!("tensor '{name}'"))
+            }
+            None => tensor.entry(&name, file, data_start),
+        };
+        entry.map(|entry| (name, entry))
+    };
+    described.tensors.into_iter().map(entry).collect()
 }
 
 /// Asserts that the tensors' ranges follow each other from the first byte of the data to its last.
@@ -111,6 +123,15 @@ impl Described {
         let bytes = data_start + begin..data_start + end;
         Ok(Entry { dtype, shape, file, bytes, layout: Layout::Dense })
     }
+
+    /// The same of a tensor whose bytes the metadata explains.
+    fn coded_entry(self, coded: &Coded, file: usize, data_start: usize) -> Result<Entry> {
+        let Described { dtype, shape, data_offsets: [begin, end] } = self;
+        let ty = coded.check(&dtype, &shape, end - begin)?;
+        let layout = if coded.turned { Layout::Turned } else { Layout::Dense };
+        let bytes = data_start + begin..data_start + end;
+        Ok(Entry { dtype: Dtype::Known(ty), shape: coded.shape.clone(), file, bytes, layout })
+    }
 }
 
 #[cfg(test)]
@@ -158,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_foreign_dtype_is_refused_only_where_its_numbers_are_wanted() {
-        for (foreign, shape) in [("I64", "[2,1]"), ("f32", "[2,1]"), ("F8_E4M3", "[4611686018427387904,4]")] {
+        for (foreign, shape) in [("I64", "[2,1]"), ("f32", "[2,1]"), ("F8_E5M2", "[4611686018427387904,4]")] {
             let folder = Scratch::new();
             let header =
                 HEADER.replacen("\"F32\",\"shape\":[2,1]", &format!("\"{foreign}\",\"shape\":{shape}"), 1);

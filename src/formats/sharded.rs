@@ -6,7 +6,7 @@ use super::folder::{FileBytes, Folder, is_plain_name};
 use super::{Checkpoint, Tensors};
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
@@ -82,7 +82,7 @@ fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
     }
     let index: Index = serde_json::from_slice(content)?;
     let mut shards = BTreeMap::<String, BTreeSet<String>>::new();
-    for (tensor, shard) in index.weight_map.0 {
+    for (tensor, shard) in index.weight_map.tensors {
         ensure!(
             is_plain_name(&shard),
             "tensor '{tensor}': '{shard}' is not the name of a file in this folder"
@@ -92,12 +92,24 @@ fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shards)
 }
 
-/// The one key of a safetensors header that is no tensor: free text, not read.
-const METADATA: &str = "__metadata__";
+/// The one key of a safetensors header that is no tensor: texts by keys.
+pub(super) const METADATA: &str = "__metadata__";
 
 /// A JSON object by names of tensors. The usual map would silently keep the last of two equal names; here a
 /// name that comes twice is an error, and an error in a value names its tensor.
-pub(super) struct ByTensor<V>(pub(super) BTreeMap<String, V>);
+pub(super) struct ByTensor<V> {
+    pub(super) tensors: BTreeMap<String, V>,
+    pub(super) metadata: Metadata,
+}
+
+/// What a header's metadata says that is understood here; all else is passed over.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Metadata {
+    #[serde(rename = "mainstem.format_version")]
+    pub(super) version: Option<String>,
+    #[serde(rename = "mainstem.tensors")]
+    pub(super) tensors: Option<String>,
+}
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for ByTensor<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -115,18 +127,21 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for ByTensorVisitor<V> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<ByTensor<V>, A::Error> {
-        let mut entries = BTreeMap::new();
+        let (mut tensors, mut metadata) = (BTreeMap::new(), None);
         while let Some(name) = access.next_key::<String>()? {
             if name == METADATA {
-                access.next_value::<IgnoredAny>()?;
+                let twice = metadata.replace(access.next_value()?).is_some();
+                if twice {
+                    return Err(Error::custom(format!("{METADATA} is there twice")));
+                }
                 continue;
             }
             let value = access.next_value().map_err(|e| Error::custom(format!("tensor '{name}': {e}")))?;
-            if entries.contains_key(&name) {
+            if tensors.contains_key(&name) {
                 return Err(Error::custom(format!("tensor '{name}': it is described twice")));
             }
-            entries.insert(name, value);
+            tensors.insert(name, value);
         }
-        Ok(ByTensor(entries))
+        Ok(ByTensor { tensors, metadata: metadata.unwrap_or_default() })
     }
 }

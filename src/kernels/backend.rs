@@ -16,7 +16,7 @@ pub use attention::{AttentionShape, DistanceBias, KvLayer, KvLayout, KvTable, Ma
 pub use blocks::{
     Activation, Expert, MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, Weight,
 };
-pub use limits::StepLimits;
+pub use limits::{Share, StepLimits};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
@@ -44,6 +44,11 @@ pub trait Backend: Send + 'static {
 
     /// Name, instruction set and threads, for the start report.
     fn describe(&self) -> String;
+
+    /// Threads of the host that are its own, and rest while it is loaded.
+    fn threads(&self) -> usize {
+        1
+    }
 
     /// What products with coded weights take the other operand as.
     fn inputs(&self) -> Inputs;
@@ -137,6 +142,11 @@ pub trait Backend: Send + 'static {
     /// out (rows, heads, v_dim) = softmax(q · kᵀ · scale) · v, for q (rows, heads, k_dim), each row over the
     /// positions that the mask lets it see, which must suit the table. A row that sees nothing gives zeros. A sink row
     /// sees itself alone, and nothing through the cross table.
+    ///
+    /// With [`StepLimits::attended`] less than all, a drawn token ([`crate::batch::SpanTokens::is_drawn`]) through its own table
+    /// takes the values of some: of the positions that it sees before its own, those of so large a share with the largest
+    /// scores, ties by position, the lower first, and a NaN the smallest; and its own. Each head by itself, with the weights
+    /// that they have among all.
     fn attention(
         &mut self,
         shape: &AttentionShape<Self::Buf>,

@@ -99,6 +99,18 @@ pub enum SpanTokens {
     Given { at: u32, len: u32 },
     /// One token: the one last sampled in the span's slot.
     Last,
+    /// The same, told: the id of `StepBatch::tokens` at `at`, for a device that did not sample it.
+    Drawn { at: u32 },
+}
+
+impl SpanTokens {
+    /// Whether it is a token that the model has drawn, not one of a prompt.
+    pub fn is_drawn(self) -> bool {
+        match self {
+            SpanTokens::Given { .. } => false,
+            SpanTokens::Last | SpanTokens::Drawn { .. } => true,
+        }
+    }
 }
 
 /// Where the K and V of a span's self-attention go.
@@ -229,7 +241,7 @@ impl Span {
     pub fn len(&self) -> usize {
         match self.tokens {
             SpanTokens::Given { len, .. } => len as usize,
-            SpanTokens::Last => 1,
+            SpanTokens::Last | SpanTokens::Drawn { .. } => 1,
         }
     }
 }

@@ -26,7 +26,7 @@ pub mod conformance;
 
 pub use backend::{
     Activation, AttentionShape, Backend, DeviceError, DistanceBias, Expert, KvLayer, KvLayout, KvTable, Mask,
-    MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, StepLimits, Weight,
+    MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, Share, StepLimits, Weight,
 };
 pub use batch::{
     Carried, Flow, PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanStack,

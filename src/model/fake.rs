@@ -131,7 +131,7 @@ pub fn wait_until(deadline: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{Span, SpanModel, SpanTable, SpanTokens, Want};
+    use mainstem_kernels::{Share, Span, SpanModel, SpanTable, SpanTokens, Want};
 
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
@@ -144,6 +144,7 @@ mod tests {
         biases: 0,
         vocab: 100,
         hidden: 0,
+        attended: Share::ALL,
     };
 
     #[test]

@@ -199,6 +199,7 @@ pub fn load<B: Backend>(
         let decoder = decoder.map(|stack| loader.stack(stack, shard.decoder.start, limits.positions));
         Ok((encoder.transpose()?, decoder.transpose()?))
     };
+    source.progress.expect(records(source, &spec).iter().map(|record| record.bytes).sum());
     let (encoder, decoder) = stacks().with_context(|| format!("loading {}", source.path.display()))?;
     let tensors = loader.tensors;
     Ok(Model { seams: Seams::of(&source.spec, shard), spec, encoder, decoder, tensors })
@@ -418,9 +419,11 @@ impl<'a, B: Backend> Loader<'a, B> {
         let taken = pieces::take(self.checkpoint, piece)?;
         let taken = match normalised {
             true => pieces::normalised(taken),
-            false => taken.recoded(self.source.loaded_as(piece)),
+            false => taken
+                .recoded(self.source.loaded_as(piece), self.backend.threads())
+                .with_context(|| format!("tensor '{}'", piece.name))?,
         };
-        self.tensors.push(taken.record(&piece.name));
+        self.record(taken.record(&piece.name))?;
         let (out, inp) = (taken.out(), taken.inp());
         let uploaded = self.backend.upload_weight(taken.ty, out, inp, &taken.bytes);
         let uploaded =
@@ -443,7 +446,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             None => self.matrix(piece, false),
             Some(_) => {
                 let taken = pieces::take(self.checkpoint, piece)?;
-                self.tensors.push(taken.record(&piece.name).widened());
+                self.record(taken.record(&piece.name).widened())?;
                 self.made(taken.widened(), taken.inp(), row)
             }
         }
@@ -510,7 +513,13 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// The numbers of a piece; records that it was used.
     fn take(&mut self, piece: &Piece) -> Result<Taken<'a>> {
         let taken = pieces::take(self.checkpoint, piece)?;
-        self.tensors.push(taken.record(&piece.name));
+        self.record(taken.record(&piece.name))?;
         Ok(taken)
+    }
+
+    fn record(&mut self, record: TensorRecord) -> Result<()> {
+        self.source.progress.advance(record.bytes)?;
+        self.tensors.push(record);
+        Ok(())
     }
 }

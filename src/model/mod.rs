@@ -21,6 +21,8 @@ pub mod partition;
 
 pub mod weights;
 
+pub mod progress;
+
 pub mod load;
 
 pub mod rope;
@@ -28,6 +30,10 @@ pub mod rope;
 pub mod distance;
 
 pub mod pieces;
+
+pub mod coding;
+
+pub mod quantize;
 
 pub mod activations;
 

@@ -5,9 +5,10 @@
 //! in memory at a time, and of that only what is wanted. But a tensor whose numbers the file has in another order or type is
 //! made whole before anything is taken of it.
 
+use super::coding::{self, Rows};
 use super::load::TensorRecord;
 use super::spec::{Cut, Part, Piece};
-use crate::formats::Checkpoint;
+use crate::formats::{Checkpoint, TensorView};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 use std::borrow::Cow;
@@ -34,7 +35,7 @@ pub fn take<'a>(checkpoint: &'a Checkpoint, piece: &Piece) -> Result<Taken<'a>> 
         _ => bytes,
     };
     let wanted = Wanted::of(piece);
-    let bytes = match piece.transposed {
+    let bytes = match piece.transposed && !tensor.is_turned() {
         true => wanted.turned(ty, &bytes).map(Cow::Owned),
         false => wanted.picked(ty, bytes),
     };
@@ -42,15 +43,20 @@ pub fn take<'a>(checkpoint: &'a Checkpoint, piece: &Piece) -> Result<Taken<'a>> 
     Ok(Taken { ty, shape: wanted.shape(), bytes })
 }
 
-/// Refuses a part that cannot be taken of numbers stored as `ty`: blocks of numbers are neither cut nor turned.
-pub fn check(ty: QuantType, piece: &Piece) -> Result<()> {
+/// Refuses a part that cannot be taken of a tensor: blocks of numbers are neither cut nor turned.
+pub fn check(tensor: &TensorView, piece: &Piece) -> Result<()> {
+    let (ty, is_turned) = (tensor.quant_type()?, tensor.is_turned());
     ensure!(
-        !(piece.transposed && ty.is_blocked()),
+        piece.transposed || !is_turned,
+        "the file has it turned, and the specification as (out, in), as it is not"
+    );
+    ensure!(
+        is_turned || !(piece.transposed && ty.is_blocked()),
         "numbers in blocks ({ty}) cannot be turned from (in, out) to (out, in)"
     );
     let row = piece.shape.get(1).copied().unwrap_or(1);
     ensure!(
-        !matches!(piece.part, Part::Rows { .. }) || ty.bytes(row).is_some(),
+        is_turned || !matches!(piece.part, Part::Rows { .. }) || ty.bytes(row).is_some(),
         "rows of {row} do not end where blocks of numbers ({ty}) do"
     );
     Ok(())
@@ -61,6 +67,15 @@ pub fn record(piece: &Piece, ty: QuantType) -> TensorRecord {
     let shape = Wanted::of(piece).shape();
     let bytes = ty.bytes(shape.iter().product()).expect("rows are whole blocks; this is a bug");
     TensorRecord { name: piece.name.clone(), ty, shape, bytes }
+}
+
+/// All matrices of the stored tensor of that shape which a piece is a part of.
+pub fn matrices(piece: &Piece, stored: &[usize]) -> Vec<Piece> {
+    let whole = |part| Piece { part, cut: Cut::default(), shape: stored.to_vec(), ..piece.clone() };
+    match stored {
+        [planes, _, _] => (0..*planes).map(|plane| whole(Part::Plane(plane))).collect(),
+        _ => vec![whole(Part::Whole)],
+    }
 }
 
 /// The shape of all of a piece's part, whatever of it is wanted.
@@ -94,29 +109,14 @@ impl<'a> Taken<'a> {
         self.shape.get(1).copied().unwrap_or(1)
     }
 
-    /// The same in another number format, whose blocks rows are whole numbers of.
-    pub fn recoded(self, ty: QuantType) -> Taken<'a> {
+    /// The same in another number format, whose blocks rows are whole numbers of, made by so many threads.
+    pub fn recoded(self, ty: QuantType, threads: usize) -> Result<Taken<'a>> {
         if ty == self.ty {
-            return self;
+            return Ok(self);
         }
-        let (inp, stored) = (self.inp(), self.bytes.len() / self.out().max(1));
-        let coded = ty.bytes(inp).expect("rows are whole blocks; this is a bug");
-        let mut bytes = vec![0; coded * self.out()];
-        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let rows_each = self.out().div_ceil(threads).max(1);
-        std::thread::scope(|scope| {
-            let parts = self.bytes.chunks(rows_each * stored).zip(bytes.chunks_mut(rows_each * coded));
-            for (from, to) in parts {
-                scope.spawn(move || {
-                    let mut values = vec![0.0; inp];
-                    for (from, to) in from.chunks_exact(stored).zip(to.chunks_exact_mut(coded)) {
-                        self.ty.dequantize(from, &mut values);
-                        ty.quantize(&values, to);
-                    }
-                });
-            }
-        });
-        Taken { ty, shape: self.shape, bytes: Cow::Owned(bytes) }
+        let rows = Rows { ty: self.ty, width: self.inp(), bytes: &self.bytes };
+        let bytes = coding::coded(rows, ty, threads)?;
+        Ok(Taken { ty, shape: self.shape, bytes: Cow::Owned(bytes) })
     }
 
     /// All numbers in single precision.
@@ -336,7 +336,9 @@ mod tests {
             (QuantType::F16, &[96], part, false, true),
             (QuantType::F16, &[64, 96], Part::Whole, true, true),
         ] {
-            assert_eq!(check(ty, &piece(shape, part, transposed)).is_ok(), is_fine, "{ty} {shape:?}");
+            let checkpoint = counted(ty, shape);
+            let (tensor, piece) = (checkpoint.tensor("t").unwrap(), piece(shape, part, transposed));
+            assert_eq!(check(&tensor, &piece).is_ok(), is_fine, "{ty} {shape:?}");
         }
     }
 

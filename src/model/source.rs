@@ -6,6 +6,7 @@
 
 use super::gguf::GgufTable;
 use super::pieces;
+use super::progress::Progress;
 use super::shard::{self, Refusal, Shard};
 use super::spec::{Kind, ModelSpec, Piece, SpecFile};
 use super::synthetic::Shape;
@@ -74,6 +75,8 @@ pub struct ModelSource {
     pub sentence: Option<SentenceFiles>,
     /// In which number formats matrices are loaded; at first, as they are stored.
     pub weights: Weights,
+    /// How far devices that load it are.
+    pub progress: Arc<Progress>,
 }
 
 /// How the model lies on disk, or in the program.
@@ -89,8 +92,9 @@ pub enum SourceKind {
     Synthetic,
 }
 
-/// A folder's own specification.
-const OWN_SPEC: &str = "spec.toml";
+/// A folder's settings, and its own specification.
+const CONFIG: &str = "config.json";
+pub(super) const OWN_SPEC: &str = "spec.toml";
 
 /// llama2.c ends a text with the BOS token of the next one; EOS is there for good measure.
 const LLAMA2C_EOS: [u32; 2] = [1, 2];
@@ -129,12 +133,22 @@ impl ModelSource {
 
     /// The number format that a piece is loaded in.
     pub fn loaded_as(&self, piece: &Piece) -> QuantType {
-        let head = self.spec.last_stack().head.as_ref();
-        match head.is_some_and(|head| head.normalised && head.table.name == piece.name) {
-            // Its rows are brought to length 1 first.
+        match self.is_normalised(piece) {
             true => QuantType::F32,
-            false => self.weights.of(piece, self.stored_as(piece), &pieces::whole(piece)),
+            false => self.weights.of(piece, self.usual(piece), &pieces::whole(piece)),
         }
+    }
+
+    /// The one that a part is written in, so that it is loaded as by the rules: but for those whose rows are changed at
+    /// loading, the one it is loaded in.
+    pub(super) fn written_as(&self, piece: &Piece) -> QuantType {
+        if self.is_normalised(piece) { self.stored_as(piece) } else { self.loaded_as(piece) }
+    }
+
+    /// Whether rows are brought to length 1 when it is loaded.
+    fn is_normalised(&self, piece: &Piece) -> bool {
+        let head = self.spec.last_stack().head.as_ref();
+        head.is_some_and(|head| head.normalised && head.table.name == piece.name)
     }
 
     /// Of the formats it is stored and loaded in, that of the larger blocks: neither's are cut.
@@ -143,7 +157,13 @@ impl ModelSource {
         if loaded.row().block_elements > stored.row().block_elements { loaded } else { stored }
     }
 
-    fn stored_as(&self, piece: &Piece) -> QuantType {
+    /// The one it is loaded in where no rule says.
+    fn usual(&self, piece: &Piece) -> QuantType {
+        let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.usual_type());
+        tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
+    }
+
+    pub(super) fn stored_as(&self, piece: &Piece) -> QuantType {
         let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.quant_type());
         tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
     }
@@ -194,10 +214,12 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     }
 }
 
-/// A folder with a GGUF file is that file's model, unless it has what a hub's model is made of.
+/// A folder with a GGUF file is that file's model, unless it has what a hub's model is made of. Without settings beside
+/// them, safetensors are that file's tensors.
 fn open_any_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let folder = Folder::disk(path);
-    let gguf = if Checkpoint::is_in_folder(&folder) { None } else { Gguf::in_folder(path)? };
+    let is_hubs = Checkpoint::is_in_folder(&folder) && folder.has(CONFIG);
+    let gguf = if is_hubs { None } else { Gguf::in_folder(path)? };
     match gguf {
         Some(file) => open_gguf(&file, spec_file),
         None => open_folder(folder, spec_file),
@@ -227,6 +249,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         opening,
         sentence,
         weights: Weights::default(),
+        progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
     })
 }
@@ -280,6 +303,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         chat: ChatFiles::from_gguf(&gguf)?,
         sentence,
         weights: Weights::default(),
+        progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
     })
 }
@@ -299,6 +323,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         opening: DecoderOpening::default(),
         sentence: None,
         weights: Weights::default(),
+        progress: Arc::default(),
     })
 }
 
@@ -317,6 +342,7 @@ fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource
         opening: DecoderOpening::default(),
         sentence: None,
         weights: Weights::default(),
+        progress: Arc::default(),
     })
 }
 

@@ -32,15 +32,20 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
                 piece.shape
             ),
             Some(tensor) => {
-                let ty = tensor.quant_type()?;
-                parts::check(ty, piece)
+                tensor.quant_type()?;
+                parts::check(&tensor, piece)
                     .with_context(|| format!("{}: tensor '{}'", tensor.file.display(), piece.name))?;
                 used.insert(piece.name.as_str());
             }
         }
     }
     ensure!(missing.is_empty(), "{path}: missing {}", some_of(&missing));
-    let is_known = |name: &str| used.contains(name) || spec.ignored.covers(name) || is_tied_head(spec, name);
+    let is_known = |name: &str| {
+        used.contains(name)
+            || spec.ignored.covers(name)
+            || is_tied_head(spec, name)
+            || checkpoint.scales_activations(name)
+    };
     let unknown: Vec<String> = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
     ensure!(unknown.is_empty(), "{path}: the specification has no use for {}", some_of(&unknown));
     Ok(())

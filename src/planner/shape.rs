@@ -6,7 +6,7 @@ use crate::model::shard::Deal;
 use crate::model::spec::{
     AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms, Piece, StackSpec,
 };
-use mainstem_kernels::QuantType;
+use mainstem_kernels::{KvLayout, QuantType};
 use std::iter::Sum;
 use std::ops::{Add, Mul, Range};
 
@@ -206,10 +206,11 @@ impl ModelShape {
     /// A decoder of equal layers. Norms and biases are left out.
     pub fn uniform(name: &str, of: &Uniform) -> ModelShape {
         let (q, kv) = (of.heads * of.head_dim, of.kv_heads * of.head_dim);
+        let cache = cached(of.kv, of.kv_heads, (of.head_dim, of.head_dim));
         let matrices = of.hidden * (2 + usize::from(of.gated)) * of.ffn;
         let divided = Part { ops: LAYER_OPS, sums: 2.0, ..matrix(of.weights, matrices) };
         let of_queries = Part { macs_per_position: 2.0 * q as f64, ..matrix(of.weights, of.hidden * 2 * q) };
-        let of_kv = Part { kv: bytes(of.kv, 2 * kv), ..matrix(of.weights, of.hidden * 2 * kv) };
+        let of_kv = Part { kv: cache, ..matrix(of.weights, of.hidden * 2 * kv) };
         let deal = Deal {
             heads: of.heads,
             kv_heads: of.kv_heads,
@@ -274,6 +275,12 @@ const LAYER_OPS: f64 = 16.0;
 fn bytes(ty: QuantType, numbers: usize) -> f64 {
     let row = ty.row();
     numbers as f64 * row.block_bytes as f64 / row.block_elements as f64
+}
+
+/// K and V of one position, as a cache of that type takes them.
+fn cached(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize)) -> f64 {
+    let layout = KvLayout { ty, pages: 1, page_positions: KvLayout::BLOCK, kv_heads, k_dim, v_dim };
+    layout.position_bytes().map_or(f64::INFINITY, |bytes| bytes as f64)
 }
 
 /// A matrix that every row is multiplied with.
@@ -362,7 +369,7 @@ impl Sizes<'_> {
             ..Part::default()
         };
         let qk_norms = of.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
-        let cache = Part { kv: bytes(self.kv, of.k_width() + of.v_width()), ..Part::default() };
+        let cache = Part { kv: cached(self.kv, of.kv_heads, (of.k_dim, of.v_dim)), ..Part::default() };
         let block = (self.stored)(&of.o.weight).row().block_elements;
         Unit {
             divided: qk_norms,

@@ -82,7 +82,7 @@ fn a_key_is_never_printed() {
 
 #[test]
 fn help_shows_examples_and_completions_know_the_flags() {
-    let commands = ["serve", "run", "inspect", "bench", "perplexity", "plan", "completions"]
+    let commands = ["serve", "run", "inspect", "bench", "perplexity", "quantize", "plan", "completions"]
         .map(|name| vec![name, "--help"]);
     for args in commands.iter().chain([&vec!["--help"]]) {
         let help = String::from_utf8_lossy(&mainstem(args).stdout).into_owned();

@@ -4,6 +4,7 @@
 mod conversions;
 mod converted;
 mod families;
+mod quantized;
 mod refused;
 mod said;
 mod vocabulary;

@@ -80,9 +80,14 @@ fn a_specification_of_ones_own_is_told_by_its_name() {
 /// those to what is then allocated. Step buffers can only be measured where nobody else allocates.
 #[test]
 fn memory_is_what_the_engine_takes() {
-    for (model, kv_type, slots) in
-        [("gqa", "f32", 4), ("f16", "f16", 7), ("tied", "bf16", 1), ("biased", "f16", 32)]
-    {
+    for (model, kv_type, slots) in [
+        ("gqa", "f32", 4),
+        ("f16", "f16", 7),
+        ("tied", "bf16", 1),
+        ("biased", "f16", 32),
+        ("gqa", "q8", 3),
+        ("odd_head_dim", "q4", 2),
+    ] {
         let flags = ["--kv-type", kv_type, "--max-context", "100", "--slots", &slots.to_string()];
         let told = inspect_json(&fixture(model), &flags)["memory"].clone();
         let settings = [

@@ -118,7 +118,9 @@ async fn check_recorded(name: &str, kind: &str) {
     let inputs = Input::all(name);
     let requests: Vec<Vec<Request>> = inputs.iter().map(Input::requests).collect();
     let model = family(name, &format!("kinds-{kind}"));
-    let engine = plain(&model, &[("device.kind", kind.into())]).await;
+    // As they were recorded: nothing is rounded beside weights of BF16.
+    let settings = [("device.kind", kind.into()), ("device.activations", "f32".into())];
+    let engine = plain(&model, &settings).await;
     // All at once, many more than there are slots.
     let mut outcomes = complete_all(&engine, requests.iter().flatten().cloned()).await.into_iter();
     for (input, requests) in inputs.iter().zip(&requests) {

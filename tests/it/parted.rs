@@ -50,6 +50,8 @@ fn settings(devices: &str, lanes: i64, shuffle: &str) -> Settings {
         // Prompts come in chunks.
         ("scheduler.token_budget", 12.into()),
         ("device.threads", 1.into()),
+        // What members sum in parts would be rounded another way beside weights of BF16.
+        ("device.activations", "f32".into()),
     ];
     if !devices.is_empty() {
         settings.push(("device.groups", devices.into()));

@@ -9,7 +9,7 @@ use mainstem_kernels::Inputs;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Flow, KvTable, QuantType, SampleRow, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
+    Flow, KvTable, QuantType, SampleRow, Share, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
     StepBatch, StepLimits, StepOutput, TableUpdate, Want,
 };
 
@@ -66,6 +66,7 @@ impl Rig {
             biases: 0,
             vocab: source.spec.vocab,
             hidden: 0,
+            attended: Share::ALL,
         };
         let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
         let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded }) {
@@ -156,7 +157,9 @@ const MODELS: [&str; 5] = ["gqa", "odd_head_dim", "f16", "gguf/q8_0.gguf", "gguf
 fn for_all_rigs(check: impl Fn(&mut Rig, &str)) {
     for backend in BACKENDS {
         for model in MODELS {
-            for ty in [QuantType::F32, QuantType::F16] {
+            let plain = [QuantType::F32, QuantType::F16];
+            let grouped = [QuantType::Q8_0, QuantType::G4_B64].into_iter().filter(|_| model == MODELS[1]);
+            for ty in plain.into_iter().chain(grouped) {
                 let name = format!("{backend}, {model}, cache {ty}");
                 let Some(mut rig) = Rig::new(backend, model, ty) else { continue };
                 check(&mut rig, &name);
@@ -247,13 +250,13 @@ fn company_and_moves_change_nothing() {
 /// AVX2 and AVX-512 do the same additions in the same order.
 #[test]
 fn instruction_sets_with_fused_multiply_add_agree_to_the_bit() {
-    for model in MODELS {
+    let grouped = [QuantType::Q8_0, QuantType::G4_B64].map(|ty| (MODELS[1], ty));
+    for (model, ty) in MODELS.map(|model| (model, QuantType::F16)).into_iter().chain(grouped) {
         let prompt = prompt(5, 50);
-        let drawn = ["avx512", "avx2"].map(|isa| {
-            Rig::new(isa, model, QuantType::F16).map(|mut rig| rig.alone(&prompt, 6, Pick::Drawn(5)))
-        });
+        let drawn = ["avx512", "avx2"]
+            .map(|isa| Rig::new(isa, model, ty).map(|mut rig| rig.alone(&prompt, 6, Pick::Drawn(5))));
         if let [Some(wide), Some(narrow)] = drawn {
-            assert_eq!(wide, narrow, "{model}");
+            assert_eq!(wide, narrow, "{model}, cache {ty}");
         }
     }
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use toml::Value;
 
 /// Prompts of many lengths, greedy and by chance.
-fn requests() -> Vec<Request> {
+pub fn requests() -> Vec<Request> {
     let request = |i: usize| {
         let request = match i % 2 {
             0 => greedy(&prompt(i, 3 + 9 * i), 6),
@@ -66,7 +66,7 @@ async fn scored(engine: Engine, texts: &[Vec<u32>]) -> Vec<f32> {
 }
 
 /// Texts as the demo model tells them.
-async fn texts() -> Vec<Vec<u32>> {
+pub async fn texts() -> Vec<Vec<u32>> {
     let engine = demo("", "f32", 4, 512).await;
     let begins = (0..6).map(|seed| drawn(&[0], 120, seed));
     let outcomes = complete_all(&engine, begins).await;
@@ -75,7 +75,7 @@ async fn texts() -> Vec<Vec<u32>> {
 }
 
 /// The mean difference.
-fn apart(a: &[f32], b: &[f32]) -> f32 {
+pub fn apart(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum::<f32>() / a.len() as f32
 }

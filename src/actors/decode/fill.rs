@@ -93,7 +93,11 @@ impl MainStem {
     fn last_token(&self, batch: &mut StepBatch, token: u32) -> SpanTokens {
         match self.neighbours.devices.count() {
             1 => SpanTokens::Last,
-            _ => given(batch, &[token]),
+            _ => {
+                let at = batch.tokens.len() as u32;
+                batch.tokens.push(token);
+                SpanTokens::Drawn { at }
+            }
         }
     }
 

@@ -7,6 +7,7 @@ use super::{EngineSetup, ModelInfo};
 use crate::model::executor::ExecutorReport;
 use crate::model::spec::Kind;
 use crate::planner::Assigned;
+use mainstem_kernels::{Share, StepLimits};
 use std::fmt::Write;
 
 /// The sizes of everything, in lines; `built` are the devices' own reports, stage by stage, by rank.
@@ -29,11 +30,13 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
         ),
         format!(
-            "kv cache     {:.1} MiB: {} pages of {} positions, {}",
+            "kv cache     {:.1} MiB: {} pages of {} positions, {}, {} bytes a position{}",
             sum(|it| it.kv_bytes),
             kv.pages - 1,
             limits.page_positions,
-            kv.ty
+            kv.ty,
+            built.iter().flatten().map(|it| it.kv_bytes).sum::<usize>() / (kv.pages * limits.page_positions),
+            attended(limits)
         ),
         format!("activations  {:.1} MiB for {} rows a step", sum(|it| it.activation_bytes), limits.rows),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
@@ -56,6 +59,14 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
 fn exchanges(setup: &EngineSetup) -> Option<String> {
     let bytes: usize = between(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
+}
+
+/// How much of its past a drawn token takes, where that is not all.
+fn attended(limits: &StepLimits) -> String {
+    match limits.attended {
+        Share::ALL => String::new(),
+        share => format!(", of which a drawn token takes {share} of the values"),
+    }
 }
 
 /// Steps in flight, where they are several.

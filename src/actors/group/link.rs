@@ -97,6 +97,7 @@ impl Link for Local {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mainstem_kernels::Share;
 
     fn link() -> (Box<dyn Link>, [Arc<Mailbox>; 2], StepLimits) {
         let boxes = [(); 2].map(|()| Arc::new(Mailbox::new(2)));
@@ -111,6 +112,7 @@ mod tests {
             biases: 0,
             vocab: 9,
             hidden: 0,
+            attended: Share::ALL,
         };
         let posts = boxes.iter().map(|mailbox| Post::new(mailbox.clone(), 7)).collect();
         (local(posts, Room { limits, width: 2, steps: 2 }), boxes, limits)

@@ -152,6 +152,7 @@ impl Pending {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mainstem_kernels::Share;
 
     const LIMITS: StepLimits = StepLimits {
         slots: 1,
@@ -164,6 +165,7 @@ mod tests {
         biases: 0,
         vocab: 9,
         hidden: 0,
+        attended: Share::ALL,
     };
 
     fn sent(steps: &mut Steps) -> oneshot::Receiver<Ran> {

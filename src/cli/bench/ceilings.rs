@@ -5,9 +5,11 @@
 //! Invariant: a share is of the ceilings measured right before its sample, with the threads and instructions of the device.
 
 use super::report::What;
+use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind};
 use crate::model::ModelSource;
 use crate::model::load;
+use crate::model::spec::{AddedSpec, StackSpec};
 use mainstem_kernels::cpu::{Ceilings, CpuBackend, CpuConfig, Meter};
 use mainstem_kernels::quant::Operand;
 use mainstem_kernels::{Backend, DeviceError, Inputs};
@@ -23,10 +25,11 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// For a model on one CPU device; `None` for others.
+    /// For a model on one CPU device; `None` for others, and where there is not memory enough to read.
     pub fn new(config: &DeviceConfig) -> Result<Option<Measured>, DeviceError> {
         let is_alone = config.groups.len() == 1 && config.groups[0].len() == 1;
-        if !is_alone || config.groups[0][0].kind != DeviceKind::Cpu {
+        let is_cpu = is_alone && config.groups[0][0].kind == DeviceKind::Cpu;
+        if !is_cpu || available_memory() < 4 * BYTES {
             return Ok(None);
         }
         let (threads, isa, inputs) = (config.threads, config.isa, config.inputs);
@@ -71,11 +74,20 @@ impl Work {
             return None;
         }
         let head = stack.head.as_ref().map(|head| (&head.table.name, head.tied));
-        let looked_up = stack.embedding.as_ref().map(|embedding| &embedding.table.name);
+        let learned = |stack: &StackSpec| match &stack.added {
+            Some(AddedSpec::Learned { table, .. }) => Some(table.name.clone()),
+            _ => None,
+        };
+        let looked_up: Vec<String> = stack
+            .embedding
+            .iter()
+            .map(|embedding| embedding.table.name.clone())
+            .chain(learned(stack))
+            .collect();
         let mut work = Work::default();
         for tensor in load::records(source, &source.spec) {
             let is_head = head.is_some_and(|(name, _)| *name == tensor.name);
-            if !is_head && Some(&tensor.name) == looked_up {
+            if !is_head && looked_up.contains(&tensor.name) {
                 continue;
             }
             work.read += tensor.bytes as f64;

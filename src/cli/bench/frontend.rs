@@ -25,7 +25,7 @@ use actix_web::rt::{self, time};
 use anyhow::{Result, anyhow, ensure};
 use futures_util::StreamExt;
 use indicatif::ProgressBar;
-use mainstem_kernels::StepLimits;
+use mainstem_kernels::{Share, StepLimits};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -287,6 +287,7 @@ async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
         biases: BIASES,
         vocab: VOCAB,
         hidden: 0,
+        attended: Share::ALL,
     };
     let kv = KvPlan { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };
     let model = ModelInfo {

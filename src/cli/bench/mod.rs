@@ -275,6 +275,8 @@ mod tests {
         assert_eq!((told.scheduler.slots, told.log.level.as_str(), told.server.workers), (8, "debug", 3));
         let synthetic = config("--synthetic 1B --dtype f32 --repeat 1");
         assert_eq!((synthetic.scheduler.slots, synthetic.model.path.as_str()), (32, "synthetic:1B:f32"));
+        let kv = config("--kv q4 --attended-share 0.25").kv;
+        assert_eq!((kv.ty, kv.attended.of(100)), (mainstem_kernels::QuantType::G4_B64, 25));
     }
 
     #[test]

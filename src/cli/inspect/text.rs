@@ -196,7 +196,7 @@ fn grouped(tensors: &[Tensor]) -> Vec<Row> {
     let mut groups: Vec<(&Tensor, usize, usize)> = Vec::new();
     for tensor in tensors {
         let alike = |(first, ..): &&mut (&Tensor, usize, usize)| {
-            first.pattern == tensor.pattern && (&first.ty, first.stored) == (&tensor.ty, tensor.stored)
+            first.pattern == tensor.pattern && (&first.ty, &first.stored) == (&tensor.ty, &tensor.stored)
         };
         match groups.iter_mut().find(alike) {
             Some((_, count, bytes)) => (*count, *bytes) = (*count + 1, *bytes + tensor.bytes),

@@ -147,8 +147,9 @@ fn log_softmax(logits: &[u8], to: &mut Vec<f64>) -> Result<()> {
 
 /// KL(p || q) of distributions given by their logarithms. Rounding may make that of near ones less than nothing.
 fn divergence(p: &[f64], q: &[f64]) -> f64 {
-    let of_token = |(p, q): (&f64, &f64)| if *p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) };
-    p.iter().zip(q).map(of_token).sum::<f64>().max(0.0)
+    let of_token = |(p, q): (&f64, &f64)| if p.exp() == 0.0 { 0.0 } else { p.exp() * (p - q) };
+    let sum: f64 = p.iter().zip(q).map(of_token).sum();
+    if sum < 0.0 { 0.0 } else { sum }
 }
 
 /// The likeliest token, the lowest on ties, as a greedy row draws it.
@@ -240,6 +241,9 @@ mod tests {
         near(kl(&all, &some), std::f64::consts::LN_2);
         assert_eq!(kl(&some, &all), f64::INFINITY);
         assert_eq!(kl(&some, &some), 0.0);
+        // Too unlikely for an F64 is as impossible.
+        let faint = bytes(&[0.0, -800.0]);
+        assert_eq!((kl(&some, &faint), kl(&faint, &some)), (0.0, 0.0));
     }
 
     #[test]

@@ -82,7 +82,7 @@ impl Report {
             model: ModelFacts::of(&subject.source),
             settings: Settings {
                 activations: match config.device.inputs {
-                    Inputs::Coded => "fast",
+                    Inputs::Coded | Inputs::CodedAndHalves => "fast",
                     Inputs::Plain => "f32",
                 },
                 kv_type: config.kv.ty.name(),
@@ -148,13 +148,15 @@ impl Report {
             Some(figures) => lines.extend(self.figures(&figures)),
             None => lines.push(("note", "interrupted before a chunk was read".to_owned())),
         }
-        if self.interrupted && self.chunks > 0 {
+        if self.interrupted && self.samples.figures().is_some() {
             let Report { chunks, text, .. } = self;
-            lines.push(("note", format!("interrupted after {chunks} of {} chunks", text.chunks)));
+            let told =
+                format!("interrupted after {chunks} of {} whole chunks, and a part of the next", text.chunks);
+            lines.push(("note", told));
         }
         let mut table = String::new();
         for (name, value) in lines {
-            let _ = writeln!(table, "{:<18}{}", format!("{name}:"), one_line(&value));
+            let _ = writeln!(table, "{:<20}{}", format!("{name}:"), one_line(&value));
         }
         table
     }

@@ -12,7 +12,7 @@ use crate::model::spec::Kind;
 use crate::model::{ModelRef, ModelSource};
 use crate::text::Tokenizer;
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use mainstem_kernels::{Inputs, QuantType};
+use mainstem_kernels::{Inputs, QuantType, Share};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -51,6 +51,7 @@ impl Subject {
         let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
         let (source, tokenizer) = start::configured(&model, &config.model)?;
         check_kind(&source)?;
+        check_config(&config)?;
         let cut = cut(asked, &config, &source)?;
         let tokens = tokens_of(&text, &tokenizer, &source);
         let tokens = tokens.with_context(|| format!("{} with {}", asked.text.display(), source.name()))?;
@@ -84,6 +85,16 @@ fn text_of(path: &Path) -> Result<String> {
     text.map_err(|error| {
         anyhow!("{}: no UTF-8 from byte {} on", path.display(), error.utf8_error().valid_up_to())
     })
+}
+
+/// Refuses what would have no part in what is measured.
+fn check_config(config: &Config) -> Result<()> {
+    match config.kv.attended == Share::ALL {
+        true => Ok(()),
+        false => Err(usage(
+            "kv.attended_share is for tokens that are drawn, and a text's are read: only 1 can be measured",
+        )),
+    }
 }
 
 /// Refuses a model that foretells nothing.

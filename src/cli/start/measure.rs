@@ -10,7 +10,7 @@ use crate::config::{DeviceConfig, DeviceKind, DeviceName};
 use crate::planner::{Device, Hardware, Link, Together};
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{Backend, QuantType, StepLimits};
+use mainstem_kernels::{Backend, QuantType, Share, StepLimits};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -162,6 +162,7 @@ fn product_on<B: Backend + 'static>(
         biases: 0,
         vocab: 1,
         hidden: 0,
+        attended: Share::ALL,
     })?;
     Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
 }

@@ -5,7 +5,7 @@
 use super::cursor::{Counts, Cursor};
 use super::value::{Array, Type, Value};
 use crate::formats::mmap::MappedFile;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -30,6 +30,28 @@ impl Gguf {
     /// Every key, in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
+    }
+
+    /// Every key with the bytes of its value, type first, as version 2 and later have them; in the file's order.
+    pub fn stored_entries(&self) -> Result<impl Iterator<Item = (&str, &[u8])>> {
+        let counts = Counts::of_version(self.version);
+        ensure!(
+            counts == Counts::Bits64,
+            "{}: keys of GGUF version {} cannot be copied: convert the file to version 3",
+            self.path().display(),
+            self.version
+        );
+        let bytes = self.file.bytes();
+        // Behind magic, version and the two counts.
+        let mut cursor = Cursor::new(bytes, 8 + 2 * counts.bytes(), counts);
+        let mut entry = || {
+            let key = cursor.string()?;
+            let begin = cursor.at();
+            Value::read(&mut cursor)?;
+            Ok((std::str::from_utf8(&bytes[key])?, &bytes[begin..cursor.at()]))
+        };
+        let entries = self.entries.iter().map(|_| entry()).collect::<Result<Vec<_>>>();
+        Ok(entries.with_context(|| self.path().display().to_string())?.into_iter())
     }
 
     /// The value of a key as it is stored.

@@ -25,6 +25,7 @@ mod tests;
 
 pub use head::{Head, Tensor};
 pub use metadata::Gguf;
+pub(super) use types::ggml_id;
 pub use value::{Array, Value};
 
 use super::folder::FileBytes;
@@ -37,6 +38,9 @@ use std::sync::Arc;
 
 /// How the files' names end.
 const EXTENSION: &str = "gguf";
+
+/// A key that is true where the file's tensors lie beside it as safetensors, in formats that GGUF has no types for.
+pub(super) const TENSORS_BESIDE: &str = "mainstem.tensors_beside";
 
 impl Checkpoint {
     /// Opens a GGUF file, and with one of several files all of them. Tensors have the names they have there.
@@ -56,6 +60,9 @@ impl Checkpoint {
         }
         let first = first.expect("there is at least the file itself; anything else is a bug");
         split::check_tensors(&first, checkpoint.tensors.len())?;
+        if first.opt_bool(TENSORS_BESIDE)?.unwrap_or(false) {
+            checkpoint.join(Checkpoint::open_safetensors(&first.folder())?)?;
+        }
         Ok((checkpoint, first))
     }
 

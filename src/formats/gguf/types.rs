@@ -48,6 +48,11 @@ const TYPES: [Row; 34] = [
     (41, "q1_0", 128, 18),
 ];
 
+/// The id of a number format, if ggml has it.
+pub(in crate::formats) fn ggml_id(ty: QuantType) -> Option<u32> {
+    TYPES.iter().find(|row| row.1 == ty.name()).map(|row| row.0)
+}
+
 /// A number format of ggml.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GgmlType {

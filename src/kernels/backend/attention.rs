@@ -15,7 +15,7 @@ pub struct KvLayer<Buf> {
 /// The size of a layer's KV cache. How a page is laid out inside is the backend's own business.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
-    /// A type that stores each number by itself.
+    /// One of [`QuantType::cached`].
     pub ty: QuantType,
     /// Pages in the pool, the sink (page 0) included.
     pub pages: usize,
@@ -32,21 +32,36 @@ impl KvLayout {
     /// Positions whose scores are reduced together in attention. Pages hold whole blocks, so that the
     /// order of summation does not depend on the page size.
     pub const BLOCK: usize = 32;
-    /// Elements that a head's V may be padded to a multiple of.
-    pub const PADDING: usize = 16;
+    /// Elements that a head's V may be padded to a multiple of, and those of half a byte.
+    const PADDING: usize = 16;
+    const PADDING_OF_HALVES: usize = 32;
 
-    /// Refuses types of blocks: one position's numbers are written and read one at a time.
+    /// Refuses types that keys and values are not stored in.
     pub fn check_type(&self) -> Result<(), DeviceError> {
-        match self.ty.is_blocked() {
-            false => Ok(()),
-            true => Err(DeviceError::Unsupported(format!("keys and values cannot be stored as {}", self.ty))),
+        match QuantType::cached().any(|ty| ty == self.ty) {
+            true => Ok(()),
+            false => {
+                Err(DeviceError::Unsupported(format!("keys and values cannot be stored as {}", self.ty)))
+            }
         }
     }
 
-    /// Bytes of one page, as much as any backend takes; `None` when they overflow.
+    /// Bytes of K and of V of one position of one KV head, as much as any backend takes; `None` when they overflow.
+    pub fn head_bytes(&self) -> Option<[usize; 2]> {
+        let padding = if self.ty == QuantType::G4_B64 { Self::PADDING_OF_HALVES } else { Self::PADDING };
+        let padded = self.v_dim.checked_next_multiple_of(padding)?;
+        Some([self.ty.run_bytes(self.k_dim)?, self.ty.run_bytes(padded)?])
+    }
+
+    /// Bytes of one position, of all heads; `None` when they overflow.
+    pub fn position_bytes(&self) -> Option<usize> {
+        let [k, v] = self.head_bytes()?;
+        k.checked_add(v)?.checked_mul(self.kv_heads)
+    }
+
+    /// Bytes of one page; `None` when they overflow.
     pub fn page_bytes(&self) -> Option<usize> {
-        let head = self.k_dim.checked_add(self.v_dim.checked_next_multiple_of(KvLayout::PADDING)?)?;
-        self.ty.bytes(head.checked_mul(self.kv_heads)?.checked_mul(self.page_positions)?)
+        self.position_bytes()?.checked_mul(self.page_positions)
     }
 }
 

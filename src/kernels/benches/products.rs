@@ -7,7 +7,7 @@
 
 use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
-use mainstem_kernels::{Backend, HostBuf, Inputs, QuantType, StepLimits, Weight};
+use mainstem_kernels::{Backend, HostBuf, Inputs, QuantType, Share, StepLimits, Weight};
 use std::time::Instant;
 
 /// (out, in), of a Llama of 1.1B.
@@ -50,6 +50,7 @@ fn limits() -> StepLimits {
         biases: 0,
         vocab: 8,
         hidden: 0,
+        attended: Share::ALL,
     }
 }
 

@@ -109,7 +109,14 @@ impl Heads {
         rig.backend.store_kv(table, &k, &v, cache);
     }
 
-    fn attend<B: Backend>(&self, rig: &mut Rig<B>, q: &B::Buf, cache: &KvLayer<B::Buf>, n: usize) -> B::Buf {
+    /// `n` numbers of attention over the cache.
+    pub(super) fn attend<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        q: &B::Buf,
+        cache: &KvLayer<B::Buf>,
+        n: usize,
+    ) -> B::Buf {
         let Look { mask, table, softcap, reach } = self.look;
         let bias = reach.map(|reach| DistanceBias {
             table: rig.constant(&scaled(100_003, self.heads * (2 * reach - 1), BIASED)),

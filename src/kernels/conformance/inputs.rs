@@ -2,7 +2,7 @@
 
 use super::Bounds;
 use super::rig::Answers;
-use crate::backend::StepLimits;
+use crate::backend::{Share, StepLimits};
 use crate::quant::QuantType;
 use crate::random::philox;
 use std::fmt::Arguments;
@@ -28,6 +28,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         biases: 64,
         vocab: 57,
         hidden: 64,
+        attended: Share::ALL,
     }
 }
 

@@ -19,6 +19,8 @@ mod state;
 
 mod attention;
 mod heads;
+mod odd;
+mod sparse;
 
 mod sampling;
 
@@ -32,9 +34,11 @@ pub use inputs::{few_types, noise};
 pub use matmul::{matmul, matmul_company};
 pub use moe::{moe, moe_company, moe_parts, moe_preparation};
 pub use norm::norm;
+pub use odd::{groups_of_all_sizes, numbers_that_are_none};
 pub use properties::{chunking, company, moves, paging, stale_pages, wants};
 pub use rope::{angles, rope};
 pub use sampling::sample;
+pub use sparse::{attention_of_some, unchosen_values};
 pub use stage::{columns, stage_gathers, stage_given_up, stage_sums};
 pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
 
@@ -98,6 +102,10 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     attention_looks(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
+    attention_of_some(make, bounds);
+    unchosen_values(make, bounds);
+    numbers_that_are_none(make, bounds);
+    groups_of_all_sizes(make, bounds);
     scratch_company(make, bounds);
     copy_pages(make, bounds);
     sample(make, bounds);
@@ -128,6 +136,7 @@ pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::DeviceError;
     use crate::cpu::{CpuBackend, CpuConfig, Isa};
     use crate::quant::Inputs;
     use crate::reference::Reference;
@@ -138,15 +147,43 @@ mod tests {
         run(Reference::new, Bounds { elementwise: 0.0, ..Bounds::F32_FIXED_ORDER });
     }
 
-    /// The whole suite for every number of threads, whose bits must agree.
-    fn cpu_conforms(isa: Isa) {
-        let new = |threads| CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded });
-        if let Err(error) = new(1) {
+    fn new(isa: Isa, threads: usize) -> Result<CpuBackend, DeviceError> {
+        CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
+    }
+
+    /// Whether this machine has the instruction set; says so where it has not.
+    fn is_here(isa: Isa) -> bool {
+        let made = new(isa, 1);
+        if let Err(error) = &made {
             // Straight to the terminal: the harness keeps what macros print of a test that passes.
             let _ = writeln!(std::io::stderr(), "skipped: {}: {error}", isa.name());
+        }
+        made.is_ok()
+    }
+
+    /// What is made of products alone, for a set that differs from another one in nothing else.
+    fn products_conform(isa: Isa) {
+        if !is_here(isa) {
             return;
         }
-        let make = |threads| move || new(threads).expect("this machine has the instruction set");
+        for threads in [1, 2] {
+            let make = || new(isa, threads).expect("this machine has the instruction set");
+            embed(&make);
+            embed_positions(&make);
+            matmul(&make, &Bounds::F32_FIXED_ORDER);
+            matmul_company(&make, &Bounds::F32_FIXED_ORDER);
+            moe(&make, &Bounds::F32_FIXED_ORDER);
+            moe_company(&make, &Bounds::F32_FIXED_ORDER);
+            company(&make, &Bounds::F32_FIXED_ORDER);
+        }
+    }
+
+    /// The whole suite for every number of threads, whose bits must agree.
+    fn cpu_conforms(isa: Isa) {
+        if !is_here(isa) {
+            return;
+        }
+        let make = |threads| move || new(isa, threads).expect("this machine has the instruction set");
         let alone = fingerprint(&make(1));
         for threads in [1, 2, 3] {
             run(make(threads), Bounds::F32_FIXED_ORDER);
@@ -161,7 +198,7 @@ mod tests {
 
     #[test]
     fn cpu_with_amx_conforms() {
-        cpu_conforms(Isa::Amx);
+        products_conform(Isa::Amx);
     }
 
     #[test]
@@ -171,7 +208,7 @@ mod tests {
 
     #[test]
     fn cpu_with_the_first_avx512_conforms() {
-        cpu_conforms(Isa::Avx512F);
+        products_conform(Isa::Avx512F);
     }
 
     #[test]

@@ -29,8 +29,8 @@ pub(super) struct Turn {
 /// Added to a sequence, these are its hidden states.
 const HIDDEN: u32 = 1000;
 
-/// One transformer layer, or one of an encoder and one of a decoder, with embedding and head; all weights and the cache
-/// in one type.
+/// One transformer layer, or one of an encoder and one of a decoder, with embedding and head; all weights in one type,
+/// and the cache in one.
 pub(super) struct Tiny<B: Backend> {
     family: Family,
     pub(super) rig: Rig<B>,
@@ -50,11 +50,11 @@ impl<B: Backend> Tiny<B> {
     pub(super) fn new(backend: B, (family, ty): (Family, QuantType), page_positions: usize) -> Tiny<B> {
         let mut rig = Rig::new(backend, limits(page_positions));
         let sizes = Sizes::of(ty);
+        let cached = cache_type(ty);
         let scratch_pages = rig.limits.scratch_positions() / page_positions;
         let [cache, scratch] = [POOL, scratch_pages].map(|pages| {
             let (kv_heads, dim) = (Sizes::KV_HEADS, sizes.head_dim);
-            let ty = if ty.is_blocked() { QuantType::F16 } else { ty };
-            rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim: dim, v_dim: dim })
+            rig.cache(KvLayout { ty: cached, pages, page_positions, kv_heads, k_dim: dim, v_dim: dim })
         });
         if let Mlp::Mixture(scoring) = family.mlp {
             let shape = Family::experts(scoring, sizes.mlp);
@@ -178,6 +178,15 @@ impl<B: Backend> Tiny<B> {
         let rows = self.rig.backend.select(SpanStack::Encoder);
         let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; rows * width]));
         self.rig.backend.store_kv(KvTable::Scratch, &k, &v, &mut self.scratch);
+    }
+}
+
+/// The weights' own type where keys and values can be stored in it; others take turns.
+fn cache_type(weights: QuantType) -> QuantType {
+    match weights {
+        QuantType::Q4_0 => QuantType::G4_B64,
+        ty if QuantType::cached().any(|cached| cached == ty) => ty,
+        _ => QuantType::F16,
     }
 }
 

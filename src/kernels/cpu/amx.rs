@@ -96,8 +96,12 @@ struct Setup {
 }
 
 impl Tiles {
-    /// Registers for `rows` rows of the two tiles of an input, up to 16 each. All are zero.
-    pub fn new(_: Amx, rows: [usize; 2]) -> Tiles {
+    /// Registers for `rows` rows of the two tiles of an input, up to 16 each, of which the first has some. All are zero.
+    ///
+    /// # Safety
+    /// * No other `Tiles` lives on this thread.
+    pub unsafe fn new(_: Amx, rows: [usize; 2]) -> Tiles {
+        assert!(rows[0] > 0, "there are rows; this is a bug");
         let mut setup =
             Setup { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         let mut set = |register: usize, rows: usize| {

@@ -16,10 +16,12 @@ use crate::host::HostBuf;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Independent sums, enough to hide how long one addition takes.
-const SUMS: usize = 12;
-/// Multiplications of each, each time.
+/// The most sums of any instruction set.
+const SUMS_MAX: usize = 12;
+/// Multiplications of each sum, each time.
 const TIMES: usize = 100_000;
+/// Of so many measurements the best counts: a thread that wakes late makes one too low, and nothing too high.
+const TRIES: usize = 5;
 /// Bytes that an item reads.
 const ITEM: usize = 1 << 21;
 
@@ -62,12 +64,16 @@ impl Meter {
             bytes.len() as f64 / began.elapsed().as_secs_f64()
         };
         let mut rate = |operations: usize, work: &(dyn Fn() + Sync)| {
-            let began = Instant::now();
-            cpu.pool.run(threads, |_, _| work());
-            (operations * TIMES * threads) as f64 / began.elapsed().as_secs_f64()
+            let rates = (0..TRIES).map(|_| {
+                let began = Instant::now();
+                cpu.pool.run(threads, |_, _| work());
+                (operations * threads) as f64 / began.elapsed().as_secs_f64()
+            });
+            rates.fold(0.0, f64::max)
         };
-        let f32 = rate(SUMS * LANES * 2, &|| black_box(level.run(MultiplyAdd)));
-        let codes = rate(SUMS * BYTES * 2, &|| black_box(level.run_ints(Dot)));
+        let sums = level.run(Sums);
+        let f32 = rate(TIMES * sums * LANES * 2, &|| level.run(MultiplyAdd));
+        let codes = rate(TIMES * sums * BYTES * 2, &|| level.run_ints(Dot));
         let bf16 = match cpu.dots {
             None => f32,
             Some(dots) => rate(operations_of(dots), &|| multiply_halves(dots)),
@@ -88,10 +94,10 @@ impl IntKernel for Read<'_> {
     fn run<S: Ints>(self, simd: S) -> [f32; LANES] {
         let mut sums = [simd.no_bytes(); 4];
         for four in self.bytes.chunks_exact(4 * BYTES) {
-            for i in 0..4 {
+            for (i, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: 64 bytes of the four times 64.
                 let bytes = unsafe { simd.bytes(four.as_ptr().add(i * BYTES)) };
-                sums[i] = simd.over(sums[i], bytes, 0);
+                *sum = simd.over(*sum, bytes, 0);
             }
         }
         let mut to = [0.0; LANES];
@@ -104,6 +110,18 @@ impl IntKernel for Read<'_> {
     }
 }
 
+/// How many sums an instruction set has.
+struct Sums;
+
+impl Kernel for Sums {
+    type Out = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> usize {
+        S::SUMS
+    }
+}
+
 struct MultiplyAdd;
 
 impl Kernel for MultiplyAdd {
@@ -111,10 +129,10 @@ impl Kernel for MultiplyAdd {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let mut sums = [simd.splat(black_box(0.0)); SUMS];
+        let mut sums = [simd.splat(black_box(0.0)); SUMS_MAX];
         let (a, b) = (simd.splat(black_box(0.5)), simd.splat(black_box(1.0)));
         for _ in 0..TIMES {
-            for sum in &mut sums {
+            for sum in &mut sums[..S::SUMS] {
                 *sum = simd.mul_add(*sum, a, b);
             }
         }
@@ -136,9 +154,9 @@ impl IntKernel for Dot {
         let bytes = black_box([1u8; BYTES]);
         // SAFETY: 64 bytes, and four of them.
         let (w, x) = unsafe { (simd.bytes(bytes.as_ptr()), simd.word(bytes.as_ptr())) };
-        let mut sums = [simd.zero(); SUMS];
+        let mut sums = [simd.zero(); SUMS_MAX];
         for _ in 0..TIMES {
-            for sum in &mut sums {
+            for sum in &mut sums[..S::SUMS] {
                 *sum = simd.dot(*sum, w, x);
             }
         }
@@ -150,26 +168,27 @@ impl IntKernel for Dot {
     }
 }
 
-/// Operations of [`multiply_halves`], in each of its [`TIMES`].
+/// Operations of [`multiply_halves`].
 fn operations_of(dots: Dots) -> usize {
     match dots {
         #[cfg(target_arch = "x86_64")]
-        Dots::Amx(_) => 4 * amx::ROWS * LANES * 32 * 2 / AMX_LESS,
+        Dots::Amx(_) => AMX_TIMES * 4 * amx::ROWS * LANES * 32 * 2,
         #[cfg(target_arch = "x86_64")]
-        Dots::Avx512(_) => SUMS * LANES * 2 * 2,
+        Dots::Avx512(_) => TIMES * SUMS_MAX * LANES * 2 * 2,
     }
 }
 
 /// Tiles multiply so much at once that fewer times will do.
 #[cfg(target_arch = "x86_64")]
-const AMX_LESS: usize = 16;
+const AMX_TIMES: usize = TIMES / 16;
 
 fn multiply_halves(dots: Dots) {
     match dots {
         #[cfg(target_arch = "x86_64")]
         Dots::Amx(amx) => {
-            let mut registers = amx::Tiles::new(amx, [amx::ROWS; 2]);
-            for _ in 0..TIMES / AMX_LESS {
+            // SAFETY: nothing else on this thread has tiles now.
+            let mut registers = unsafe { amx::Tiles::new(amx, [amx::ROWS; 2]) };
+            for _ in 0..AMX_TIMES {
                 registers.multiply::<0, 0>();
                 registers.multiply::<0, 1>();
                 registers.multiply::<1, 0>();
@@ -178,7 +197,7 @@ fn multiply_halves(dots: Dots) {
         }
         #[cfg(target_arch = "x86_64")]
         Dots::Avx512(simd) => {
-            black_box(simd.most::<SUMS>(TIMES));
+            black_box(simd.most::<SUMS_MAX>(TIMES));
         }
     }
 }

@@ -64,13 +64,14 @@ pub struct CpuBackend {
     sizes: Sizes,
 }
 
-/// What the scratch buffers are made for: rows of a step, the widest weights, the widest head of V, the largest
-/// mixture.
+/// What the scratch buffers are made for: rows of a step, the widest weights, the widest heads, the largest mixture.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     rows: usize,
     widths: Widths,
-    v_dim: usize,
+    /// Numbers of attention's scratch for each thread, by the cache and by the positions.
+    attention: usize,
+    sparse: usize,
     moe: MoeSizes,
 }
 
@@ -80,7 +81,8 @@ impl Sizes {
         Sizes {
             rows: self.rows.max(other.rows),
             widths: self.widths.max(other.widths),
-            v_dim: self.v_dim.max(other.v_dim),
+            attention: self.attention.max(other.attention),
+            sparse: self.sparse.max(other.sparse),
             moe: self.moe.max(other.moe),
         }
     }
@@ -115,6 +117,8 @@ impl CpuBackend {
         match self.dots {
             #[cfg(target_arch = "x86_64")]
             Some(Dots::Amx(_)) => Isa::Amx,
+            #[cfg(target_arch = "x86_64")]
+            Some(Dots::Avx512(_)) => Isa::Avx512,
             _ => self.level.isa(),
         }
     }
@@ -135,9 +139,9 @@ impl CpuBackend {
         if self.products.is_none() || more_rows || sizes.widths != from.widths {
             self.products = Some(Products::new((self.inputs, self.dots), sizes.rows, sizes.widths, threads)?);
         }
-        if self.attention.is_none() || sizes.v_dim > from.v_dim {
-            let len = threads * attention::scratch_len(sizes.v_dim);
-            self.attention = Some(HostBuf::zeroed(len * size_of::<f32>())?);
+        let (attention, before) = (sizes.attention + sizes.sparse, from.attention + from.sparse);
+        if self.attention.is_none() || attention > before {
+            self.attention = Some(HostBuf::zeroed(threads * attention * size_of::<f32>())?);
         }
         let has_moe = sizes.moe != MoeSizes::default();
         if has_moe && (self.moe.is_none() || more_rows || sizes.moe != from.moe) {
@@ -155,6 +159,10 @@ impl Backend for CpuBackend {
     fn describe(&self) -> String {
         let threads = self.pool.threads();
         format!("cpu ({}, {threads} {})", self.isa().name(), if threads == 1 { "thread" } else { "threads" })
+    }
+
+    fn threads(&self) -> usize {
+        self.pool.threads()
     }
 
     fn inputs(&self) -> Inputs {
@@ -211,12 +219,17 @@ impl Backend for CpuBackend {
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        self.grow_scratch(Sizes { v_dim: layout.v_dim, ..Sizes::default() })?;
+        layout.check_type()?;
+        self.grow_scratch(Sizes { attention: attention::scratch_len(&layout), ..Sizes::default() })?;
         attention::alloc_kv(layout)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.grow_scratch(Sizes { rows: limits.rows.max(limits.logit_rows), ..Sizes::default() })?;
+        self.grow_scratch(Sizes {
+            rows: limits.rows.max(limits.logit_rows),
+            sparse: attention::sparse_scratch_len(limits),
+            ..Sizes::default()
+        })?;
         self.step = Some(Step::new(limits));
         self.sampling = Some(SampleScratch::new(limits, self.pool.threads()));
         Ok(())

@@ -50,6 +50,8 @@ pub struct Run {
     /// Its number among the rows of its stack.
     pub first_row: usize,
     pub len: usize,
+    /// Whether its token was drawn, not given.
+    pub drawn: bool,
     pub table: SpanTable,
     pub reserved: usize,
     pub source: usize,
@@ -151,7 +153,7 @@ impl Step {
         let (slot, start, len) = (span.slot as usize, span.start as usize, span.len());
         let last = [self.last[slot]];
         let tokens = match span.tokens {
-            SpanTokens::Given { at, .. } => &tokens[at as usize..][..len],
+            SpanTokens::Given { at, .. } | SpanTokens::Drawn { at } => &tokens[at as usize..][..len],
             SpanTokens::Last => &last,
         };
         let (run, first_row) = ((self.runs.len() - before.0) as u32, self.rows.len() - before.1);
@@ -162,6 +164,7 @@ impl Step {
             start,
             first_row,
             len,
+            drawn: span.tokens.is_drawn(),
             table: span.table,
             reserved: span.reserved as usize,
             source: span.source as usize,

@@ -4,7 +4,7 @@ use super::*;
 use crate::conformance::{few_types, fingerprint, noise};
 use crate::reference::draw;
 use crate::{
-    DistanceBias, Mask, SampleMode, SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, Want,
+    DistanceBias, Mask, SampleMode, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens, Want,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -25,6 +25,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         biases: 0,
         vocab,
         hidden: 0,
+        attended: Share::ALL,
     }
 }
 

@@ -15,6 +15,8 @@ mod input;
 
 mod parts;
 
+mod runs;
+
 mod search;
 
 mod superblocks;
@@ -23,6 +25,7 @@ mod table;
 
 pub use input::{INPUT_BLOCK, InputBlock, Inputs, Operand};
 pub use parts::Parts;
+pub use runs::{GROUP_BYTES, GROUP_NUMBERS};
 
 use half::f16;
 
@@ -102,12 +105,12 @@ impl QuantType {
         table::TABLE.iter().map(|row| row.ty)
     }
 
-    /// Those that store each number by itself, as keys and values must be stored, in table order.
+    /// Those that store each number by itself, in table order.
     pub fn unblocked() -> impl Iterator<Item = QuantType> {
         QuantType::all().filter(|ty| !ty.is_blocked())
     }
 
-    /// Whether numbers are stored in blocks that share a scale. Such a type is for matrices only.
+    /// Whether numbers are stored in blocks that share a scale.
     pub fn is_blocked(self) -> bool {
         self.row().block_elements > 1
     }

@@ -5,7 +5,7 @@
 use super::draw::{descending, or_lowest};
 use crate::backend::{
     Activation, AttentionShape, DistanceBias, Expert, KvLayer, MoeShape, Norm, NormKind, Rope, RopeStretch,
-    Scoring, Weight,
+    Scoring, Share, Weight,
 };
 use crate::host::HostBuf;
 use crate::quant::{InputBlock, Inputs, Operand, QuantType};
@@ -24,8 +24,8 @@ pub(super) fn history(
     let mut values = vec![0.0; places.len() * layout.v_dim];
     let rows = keys.chunks_exact_mut(layout.k_dim).zip(values.chunks_exact_mut(layout.v_dim));
     for (place, (key, value)) in places.zip(rows) {
-        read_codes(layout.ty, &cache.k, place * layout.kv_heads + kv_head, key);
-        read_codes(layout.ty, &cache.v, place * layout.kv_heads + kv_head, value);
+        read_run(layout.ty, &cache.k, place * layout.kv_heads + kv_head, key);
+        read_run(layout.ty, &cache.v, place * layout.kv_heads + kv_head, value);
     }
     (keys, values)
 }
@@ -45,15 +45,28 @@ pub(super) fn distance_bias(bias: &DistanceBias<HostBuf>, head: usize, key: usiz
     f64::from(bias.table.f32()[head * (2 * bias.reach - 1) + at])
 }
 
-/// out (v_dim) = softmax(scores) · values (n, v_dim); nothing where nothing is seen.
-pub(super) fn mix(scores: &[f64], values: &[f32], out: &mut [f32]) {
+/// The numbers of all scores but the last, of those the largest of that share, ties by number; and of the last.
+pub(super) fn chosen(scores: &[f64], share: Share) -> Vec<usize> {
+    let Some(past) = scores.len().checked_sub(1) else { return Vec::new() };
+    let key = |i: &usize| if scores[*i].is_nan() { f64::NEG_INFINITY } else { scores[*i] };
+    let mut chosen: Vec<usize> = (0..past).collect();
+    chosen.sort_by(|a, b| key(b).partial_cmp(&key(a)).expect("there is no NaN; this is a bug"));
+    chosen.truncate(share.of(past));
+    chosen.sort_unstable();
+    chosen.push(past);
+    chosen
+}
+
+/// out (v_dim) = softmax(scores) · values (n, v_dim), of the values those whose numbers are given; nothing where nothing is
+/// seen.
+pub(super) fn mix(scores: &[f64], taken: impl Iterator<Item = usize>, values: &[f32], out: &mut [f32]) {
     let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
     let total: f64 = weights.iter().sum();
     let mut sums = vec![0.0; out.len()];
-    for (weight, value) in weights.iter().zip(values.chunks_exact(out.len())) {
-        for (sum, v) in sums.iter_mut().zip(value) {
-            *sum += weight * f64::from(*v);
+    for i in taken {
+        for (sum, v) in sums.iter_mut().zip(&values[i * out.len()..]) {
+            *sum += weights[i] * f64::from(*v);
         }
     }
     for (out, sum) in out.iter_mut().zip(sums) {
@@ -200,10 +213,20 @@ pub(super) fn read_codes(ty: QuantType, from: &HostBuf, index: usize, out: &mut 
     ty.dequantize(&from.bytes()[index * bytes..][..bytes], out);
 }
 
-/// Writes vector number `index` of `values.len()` elements.
-pub(super) fn write_codes(ty: QuantType, values: &[f32], to: &mut HostBuf, index: usize) {
-    let bytes = vector_bytes(ty, values.len());
-    ty.quantize(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
+/// Reads run number `index` of `out.len()` elements.
+fn read_run(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
+    let bytes = run_bytes(ty, out.len());
+    ty.dequantize_run(&from.bytes()[index * bytes..][..bytes], out);
+}
+
+/// Writes run number `index` of `values.len()` elements.
+pub(super) fn write_run(ty: QuantType, values: &[f32], to: &mut HostBuf, index: usize) {
+    let bytes = run_bytes(ty, values.len());
+    ty.quantize_run(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
+}
+
+fn run_bytes(ty: QuantType, elements: usize) -> usize {
+    ty.run_bytes(elements).expect("the cache was made, so its runs fit memory; anything else is a bug")
 }
 
 fn vector_bytes(ty: QuantType, elements: usize) -> usize {

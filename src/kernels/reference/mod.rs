@@ -17,7 +17,7 @@ pub(crate) use formulas::erfc;
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, Expert, KvLayer, KvLayout, KvTable, MoeShape, Norm,
-    Rope, RopeStyle, StepLimits, Weight,
+    Rope, RopeStyle, Share, StepLimits, Weight,
 };
 use crate::batch::{
     Page, PageCopy, SampleMode, SampleRow, SampledRow, SpanStack, SpanTable, StepBatch, StepOutput,
@@ -27,8 +27,8 @@ use crate::host::HostBuf;
 use crate::quant::{Inputs, QuantType};
 use crate::stage::Stage;
 use formulas::{
-    activated, angles_of, as_taken, capped, distance_bias, dot, expert_mlp, history, mix, normalise,
-    read_codes, routed, scores, sigmoid, write_codes,
+    activated, angles_of, as_taken, capped, chosen, distance_bias, dot, expert_mlp, history, mix, normalise,
+    read_codes, routed, scores, sigmoid, write_run,
 };
 use rows::{Part, SlotState, visible};
 use std::ops::Range;
@@ -113,12 +113,12 @@ impl Backend for Reference {
         ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out
     }
 
-    /// Both buffers are (pages, page_positions, kv_heads, width) in codes of `layout.ty`.
+    /// Both buffers are (pages, page_positions, kv_heads) of runs of `layout.ty`.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
         assert_eq!(layout.page_positions % KvLayout::BLOCK, 0, "pages hold whole blocks");
         layout.check_type()?;
         let vectors = layout.pages * layout.page_positions * layout.kv_heads;
-        let allocate = |width: usize| match layout.ty.bytes(width) {
+        let allocate = |width: usize| match layout.ty.run_bytes(width) {
             Some(bytes) => HostBuf::zeroed(vectors * bytes),
             None => Err(DeviceError::Unsupported(format!("heads of width {width} in a {} cache", layout.ty))),
         };
@@ -245,8 +245,8 @@ impl Backend for Reference {
             let place = self.place(row, table, row.position, &layout);
             for head in 0..layout.kv_heads {
                 let (from, to) = (r * layout.kv_heads + head, place * layout.kv_heads + head);
-                write_codes(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
-                write_codes(layout.ty, &v.f32()[from * layout.v_dim..][..layout.v_dim], &mut cache.v, to);
+                write_run(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
+                write_run(layout.ty, &v.f32()[from * layout.v_dim..][..layout.v_dim], &mut cache.v, to);
             }
         }
     }
@@ -264,6 +264,7 @@ impl Backend for Reference {
         assert!(shape.mask.suits(shape.table), "{:?} has no meaning over {:?}", shape.mask, shape.table);
         for (r, row) in self.rows().iter().enumerate() {
             let seen = visible(row, shape.mask, shape.table);
+            let share = self.share(row, shape.table);
             for kv_head in 0..layout.kv_heads {
                 let places = seen.clone().map(|p| self.place(row, shape.table, p, &layout));
                 let (keys, values) = history(cache, kv_head, places);
@@ -274,7 +275,11 @@ impl Backend for Reference {
                         let biases = seen.clone().map(|key| distance_bias(bias, head, key, row.position));
                         scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);
                     }
-                    mix(&scores, &values, &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim]);
+                    let out = &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim];
+                    match share {
+                        Share::ALL => mix(&scores, 0..scores.len(), &values, out),
+                        share => mix(&scores, chosen(&scores, share).into_iter(), &values, out),
+                    }
                 }
             }
         }

@@ -3,7 +3,7 @@
 //! Invariant: what a row sees, and where it lies, follows from its span and its slot's tables.
 
 use super::Reference;
-use crate::backend::{KvLayout, KvTable, Mask, StepLimits};
+use crate::backend::{KvLayout, KvTable, Mask, Share, StepLimits};
 use crate::batch::{Page, SINK_PAGE, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
 use std::ops::Range;
 
@@ -29,6 +29,8 @@ pub(super) struct Row {
     pub(super) slot: usize,
     pub(super) position: usize,
     pub(super) token: u32,
+    /// Whether the token was drawn, not given.
+    pub(super) drawn: bool,
     pub(super) table: SpanTable,
     pub(super) reserved: usize,
     source: usize,
@@ -69,6 +71,11 @@ pub(super) fn visible(row: &Row, mask: Mask, table: KvTable) -> Range<usize> {
 impl Reference {
     pub(super) fn limits(&self) -> &StepLimits {
         self.limits.as_ref().expect("prepare comes before the first step; this is a bug")
+    }
+
+    /// Of how large a share of its past a row takes the values.
+    pub(super) fn share(&self, row: &Row, table: KvTable) -> Share {
+        if row.drawn && table == KvTable::Own { self.limits().attended } else { Share::ALL }
     }
 
     pub(super) fn rows(&self) -> &[Row] {
@@ -130,13 +137,14 @@ impl Reference {
         assert!(start + len <= end && !(is_encoder && start > 0), "{span:?} is beyond the limits");
         let last = [self.slots[span.slot as usize].last];
         let tokens = match span.tokens {
-            SpanTokens::Given { at, .. } => &tokens[at as usize..][..len],
+            SpanTokens::Given { at, .. } | SpanTokens::Drawn { at } => &tokens[at as usize..][..len],
             SpanTokens::Last => &last,
         };
         self.parts[span.stack as usize].rows.extend(tokens.iter().enumerate().map(|(i, &token)| Row {
             slot: span.slot as usize,
             position: start + i,
             token,
+            drawn: span.tokens.is_drawn(),
             table: span.table,
             reserved: span.reserved as usize,
             source: span.source as usize,

@@ -1,7 +1,7 @@
 //! The oracle itself, against small cases computed by other means.
 
 use super::*;
-use crate::backend::{DistanceBias, Mask, NormKind, RopeStretch, Scoring};
+use crate::backend::{DistanceBias, Mask, NormKind, RopeStretch, Scoring, Share};
 use crate::batch::{Span, SpanModel, SpanTokens, TableUpdate, Want};
 
 mod attention;
@@ -30,6 +30,7 @@ const LIMITS: StepLimits = StepLimits {
     biases: 4,
     vocab: 4,
     hidden: 4,
+    attended: Share::ALL,
 };
 
 /// A span of token 2, of a sequence that has room for 20 and a source of 3.

@@ -8,7 +8,7 @@ use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DistanceBias, Expert, HostBuf, KvLayer, KvLayout, KvTable, Mask,
-    MoeShape, Norm, NormKind, PageCopy, QuantType, Rope, RopeStretch, RopeStyle, SampleRow, Scoring,
+    MoeShape, Norm, NormKind, PageCopy, QuantType, Rope, RopeStretch, RopeStyle, SampleRow, Scoring, Share,
     SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
     TableUpdate, Want, Weight,
 };
@@ -47,6 +47,7 @@ const LIMITS: StepLimits = StepLimits {
     biases: 2,
     vocab: 50,
     hidden: WIDTH,
+    attended: Share::ALL,
 };
 /// Of every row; so many heads of so many dimensions.
 const WIDTH: usize = 64;
@@ -66,9 +67,17 @@ const MIXTURE: MoeShape = MoeShape {
 };
 
 fn main() {
+    for ty in [QuantType::BF16, QuantType::Q8_0, QuantType::G4_B64] {
+        no_operation_allocates(ty);
+    }
+    println!("test no_operation_allocates ... ok");
+}
+
+/// Over a cache of that type. The prompt takes all of its past, the drawn token a part.
+fn no_operation_allocates(ty: QuantType) {
     let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Coded })
         .expect("the CPU is there");
-    let (mut everything, batch) = (Everything::new(cpu), batch());
+    let (mut everything, batch) = (Everything::new(cpu, ty), batch());
     let mut out = StepOutput::with_capacity(&LIMITS);
     let buffers = HostBuf::allocated();
     for round in 0..20 {
@@ -76,10 +85,9 @@ fn main() {
         let before = ALLOCATIONS.load(Ordering::SeqCst);
         everything.step(&batch, &mut out);
         let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
-        assert_eq!((made, HostBuf::allocated()), (0, buffers), "round {round}");
+        assert_eq!((made, HostBuf::allocated()), (0, buffers), "cache {ty}, round {round}");
         assert_eq!((out.rows.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
     }
-    println!("test no_operation_allocates ... ok");
 }
 
 /// Two sources, a prompt that wants its hidden states, a token drawn and reported, a hole; with a move and a copy.
@@ -138,7 +146,7 @@ struct Everything {
 }
 
 impl Everything {
-    fn new(mut cpu: CpuBackend) -> Everything {
+    fn new(mut cpu: CpuBackend, ty: QuantType) -> Everything {
         let [x, y, angles] = [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * WIDTH));
         let table = floats(&mut cpu, HEADS * (2 * LIMITS.positions - 1));
         let mut everything = Everything {
@@ -149,7 +157,7 @@ impl Everything {
             rope: rope(&mut cpu),
             bias: DistanceBias { table, heads: HEADS, reach: LIMITS.positions },
             experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
-            cache: cpu.alloc_kv(LAYOUT).expect("there is room"),
+            cache: cpu.alloc_kv(KvLayout { ty, ..LAYOUT }).expect("there is room"),
             scratch: cpu
                 .alloc_kv(KvLayout { pages: LIMITS.scratch_positions() / 32, ..LAYOUT })
                 .expect("there is room"),
@@ -160,7 +168,8 @@ impl Everything {
             cpu,
         };
         everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("there is room");
-        everything.cpu.prepare(&LIMITS).expect("there is room");
+        let attended = Share::new(0.3).expect("it is a share");
+        everything.cpu.prepare(&StepLimits { attended, ..LIMITS }).expect("there is room");
         everything
     }
 

@@ -8,8 +8,8 @@ use mainstem::actors::device::{Factory, Ran, Step};
 use mainstem::actors::group::link::{self, Link};
 use mainstem::actors::group::{Devices, Group, GroupConfig, Running};
 use mainstem_kernels::{
-    Aborted, Carried, Collective, SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
-    StepLimits, Want,
+    Aborted, Carried, Collective, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, Want,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +26,7 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     biases: 0,
     vocab: 200,
     hidden: 0,
+    attended: Share::ALL,
 };
 
 pub(super) fn config(shape: Shape) -> GroupConfig {

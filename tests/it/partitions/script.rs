@@ -5,7 +5,7 @@
 use mainstem::model::executor::{Executor, KvPlan};
 use mainstem::model::{ModelSource, ModelSpec};
 use mainstem_kernels::{
-    Flow, KvTable, PageCopy, QuantType, SampleMode, SampleRow, SlotMove, Span, SpanModel, SpanStack,
+    Flow, KvTable, PageCopy, QuantType, SampleMode, SampleRow, Share, SlotMove, Span, SpanModel, SpanStack,
     SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Want,
 };
 
@@ -43,6 +43,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         biases: 0,
         vocab: spec.vocab,
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
+        attended: Share::ALL,
     }
 }
 
@@ -257,7 +258,10 @@ impl Tale {
             stack: SpanStack::Decoder,
             slot: self.slot,
             start: start as u32,
-            tokens: SpanTokens::Given { at, len },
+            tokens: match self.drawn.is_empty() {
+                true => SpanTokens::Given { at, len },
+                false => SpanTokens::Drawn { at },
+            },
             table: SpanTable::Own,
             reserved: (self.prompt.len() + self.tokens) as u32,
             source: self.source.len() as u32,

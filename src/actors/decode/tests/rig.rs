@@ -21,7 +21,7 @@ use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
 use mainstem_kernels::batch::{Page, SINK_PAGE};
 use mainstem_kernels::{
-    DeviceError, KvTable, SampleMode, SampledRow, Span, SpanTable, SpanTokens, StepBatch, StepLimits,
+    DeviceError, KvTable, SampleMode, SampledRow, Share, Span, SpanTable, SpanTokens, StepBatch, StepLimits,
     StepOutput, Want,
 };
 use std::collections::VecDeque;
@@ -115,6 +115,7 @@ impl Memory {
         }
         let given = match span.tokens {
             SpanTokens::Given { at, len } => batch.tokens[at as usize..][..len as usize].to_vec(),
+            SpanTokens::Drawn { at } => vec![batch.tokens[at as usize]],
             SpanTokens::Last => vec![self.last[span.slot as usize]],
         };
         for (position, token) in (span.start as usize..).zip(given) {
@@ -297,6 +298,7 @@ impl Rig {
             biases: 4,
             vocab: VOCAB as usize,
             hidden: 0,
+            attended: Share::ALL,
         };
         let Wish { slots, lanes, stages, policy, shuffle, budget, .. } = wish;
         let status = Arc::new(Status::new(Duration::ZERO, lanes));

@@ -293,7 +293,7 @@ fn is_over(until: Option<Instant>) -> bool {
 mod tests {
     use super::*;
     use crate::actors::group::GroupConfig;
-    use mainstem_kernels::StepLimits;
+    use mainstem_kernels::{Share, StepLimits};
 
     const LIMITS: StepLimits = StepLimits {
         slots: 1,
@@ -306,6 +306,7 @@ mod tests {
         biases: 0,
         vocab: 9,
         hidden: 0,
+        attended: Share::ALL,
     };
 
     /// A device whose thread has been told to drop what it has, and is to be given up for not doing so.

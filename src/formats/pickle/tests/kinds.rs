@@ -3,6 +3,7 @@
 use super::assemble::*;
 use super::{content, fixture, opened, value_refusal};
 use crate::formats::Checkpoint;
+use crate::formats::scratch::Scratch;
 use serde_json::{Value, json};
 
 /// What PyTorch's own reader makes of a tensor, against ours.
@@ -47,6 +48,16 @@ fn numbers_that_lie_as_they_are_wanted_are_not_copied() {
     }
     let place = |name| checkpoint.tensor(name).unwrap().bytes().as_ptr();
     assert_eq!(place("cube"), place("the same"));
+}
+
+/// How codes of 8 bits lie in a pickle is not looked at, so that they are no numbers here.
+#[test]
+fn codes_of_8_bits_are_refused_by_name() {
+    let folder = Scratch::new();
+    folder.write("pytorch_model.bin", &content("kinds/zip2.bin"));
+    let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
+    let error = checkpoint.tensor("float8_e4m3fn").unwrap().quant_type().unwrap_err().to_string();
+    assert!(error.contains("F8_E4M3"), "{error}");
 }
 
 #[test]

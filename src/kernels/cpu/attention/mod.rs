@@ -1,6 +1,7 @@
 //! out = softmax(q · kᵀ · scale) · v over a paged cache, each row over the positions its mask lets it see.
 //!
-//! The softmax runs along: for each block of 32 positions, in ascending order from the block of the first position
+//! Rows of drawn tokens may take the values of some positions only; they go another way (`sparse.rs`). All others are dense:
+//! the softmax runs along: for each block of 32 positions, in ascending order from the block of the first position
 //! seen, the largest score so far, the weights relative to it, and the sums so far scaled to it. Several query vectors
 //! that share a KV head (heads of a group, neighbouring rows of a span) pass over a block together, so that it is
 //! loaded and converted once.
@@ -12,28 +13,57 @@
 
 mod cache;
 
+mod grouped;
+mod plain;
+mod stored;
+
 mod adjust;
-mod sums;
+mod sparse;
 mod tile;
 
 pub use cache::{alloc_kv, copy_pages, store_kv};
 
 use super::pool::{Parts, Pool};
-use super::simd::{Code, ForCode, LANES, Level, with_code};
+use super::simd::{LANES, Level};
 use super::step::{Run, Step};
-use crate::backend::{AttentionShape, KvLayer, KvTable, Mask};
+use crate::backend::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, StepLimits};
 use crate::batch::SpanTable;
 use crate::host::HostBuf;
 use cache::Places;
+use sparse::Sparse;
 use std::ops::Range;
+use stored::{ForStored, Stored, with_stored};
 use tile::Tile;
 
 /// Query vectors of one work item.
 const ITEM_QUERIES: usize = 32;
 
-/// F32 numbers of scratch that each thread needs for heads of `v_dim`.
-pub fn scratch_len(v_dim: usize) -> usize {
-    ITEM_QUERIES * v_dim.next_multiple_of(LANES)
+/// F32 numbers of scratch that each thread needs for a cache, whatever the sequences: for each query vector its sums of values, and those of its own
+/// numbers over groups.
+pub fn scratch_len(layout: &KvLayout) -> usize {
+    struct Groups(usize);
+    impl ForStored for Groups {
+        type Out = usize;
+        fn run<C: Stored>(self) -> usize {
+            groups::<C>(self.0)
+        }
+    }
+    ITEM_QUERIES * (padded(layout.v_dim) + with_stored(layout.ty, Groups(layout.k_dim)))
+}
+
+/// The same for positions of which not all are attended to, whatever the cache.
+pub fn sparse_scratch_len(limits: &StepLimits) -> usize {
+    if limits.attended.is_all() { 0 } else { sparse::scratch_len(limits.positions) }
+}
+
+/// A value's numbers, and those that fill its last vector.
+fn padded(v_dim: usize) -> usize {
+    v_dim.next_multiple_of(LANES)
+}
+
+/// Groups of a query vector of so many numbers whose sums are needed.
+fn groups<C: Stored>(k_dim: usize) -> usize {
+    k_dim.div_ceil(C::SUMMED.max(1)) * C::SUMMED.min(1)
 }
 
 /// What attention reads.
@@ -44,7 +74,7 @@ pub struct Inputs<'a> {
     pub cache: &'a KvLayer<HostBuf>,
 }
 
-/// out (rows, heads, v_dim). `scratch` holds `scratch_len` numbers per thread.
+/// out (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len` numbers per thread, or more.
 pub fn attention(
     pool: &mut Pool,
     level: Level,
@@ -62,9 +92,9 @@ pub fn attention(
     let group = shape.heads / layout.kv_heads;
     let items = number_items(step, layout.kv_heads, group);
     let (out, scratch) = (Parts::new(out), Parts::new(scratch));
-    let op = Attention { step, shape, group, places: Places { layout }, q, cache, out };
+    let op = Attention { step, shape, group, layout, q, cache, out };
     assert!(op.is_reached(), "the bias reaches every distance");
-    with_code(layout.ty, Attend { pool, level, op: &op, items, scratch });
+    with_stored(layout.ty, Attend { pool, level, op: &op, items, scratch });
 }
 
 /// Notes each run's share of the work items; gives their number.
@@ -86,7 +116,7 @@ struct Attention<'a> {
     shape: &'a AttentionShape<'a, HostBuf>,
     /// Query heads of a KV head.
     group: usize,
-    places: Places,
+    layout: KvLayout,
     q: &'a [f32],
     cache: &'a KvLayer<HostBuf>,
     out: Parts<'a, f32>,
@@ -100,21 +130,28 @@ struct Attend<'a, 'b> {
     scratch: Parts<'a, f32>,
 }
 
-impl ForCode for Attend<'_, '_> {
+impl ForStored for Attend<'_, '_> {
     type Out = ();
 
-    fn run<C: Code>(self) {
+    fn run<C: Stored>(self) {
         let op = self.op;
-        let scratch_len = scratch_len(op.places.layout.v_dim);
+        let places = Places::new::<C>(op.layout);
+        let (tile_len, sparse_len) = (scratch_len(&op.layout), sparse_scratch_len(&op.step.limits));
+        let len = tile_len + sparse_len;
         let (k, v) = (C::of(&op.cache.k), C::of(&op.cache.v));
         self.pool.run(self.items, |worker, item| {
             let (run, kv_head, queries) = op.item(item);
             // SAFETY: each worker has its own scratch and is in one item at a time.
-            let sums = unsafe { self.scratch.part(worker * scratch_len..(worker + 1) * scratch_len) };
-            let tile = Tile::<C> { op, k, v, run, kv_head, queries, sums };
+            let scratch = unsafe { self.scratch.part(worker * len..(worker + 1) * len) };
+            let (scratch, scores) = scratch.split_at_mut(tile_len);
+            let (sums, q_sums) = scratch.split_at_mut(ITEM_QUERIES * padded(op.layout.v_dim));
+            let tile = Tile::<C> { op, places, k, v, run, kv_head, queries, sums, q_sums };
             match (run.table, op.shape.table) {
                 (SpanTable::Sink, KvTable::Cross) => tile.see_nothing(),
                 (SpanTable::Sink, _) => tile.copy_own_value(),
+                (SpanTable::Own, KvTable::Own) if run.drawn && sparse_len > 0 => {
+                    self.level.run(Sparse { tile, scores });
+                }
                 _ => self.level.run(tile),
             }
         });
@@ -129,7 +166,7 @@ impl<'a> Attention<'a> {
         let number = ends.partition_point(|&end| end <= item);
         let run = &self.step.runs()[number];
         let within = item - if number == 0 { 0 } else { ends[number - 1] };
-        let kv_heads = self.places.layout.kv_heads;
+        let kv_heads = self.layout.kv_heads;
         let first = within / kv_heads * ITEM_QUERIES;
         (run, within % kv_heads, first..(first + ITEM_QUERIES).min(run.len * self.group))
     }

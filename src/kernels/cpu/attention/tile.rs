@@ -3,25 +3,28 @@
 //! Invariant: how many pass together decides only when a block is loaded, never what is added to what.
 
 use super::adjust::Adjust;
-use super::cache::BLOCK;
-use super::sums::add_values;
-use super::{Attention, ITEM_QUERIES};
+use super::cache::{BLOCK, Places};
+use super::stored::Stored;
+use super::{Attention, ITEM_QUERIES, groups, padded};
 use crate::backend::KvTable;
-use crate::cpu::simd::{Code, Kernel, LANES, Simd, exp, store_part};
+use crate::cpu::simd::{Kernel, LANES, Simd, exp, store_part};
 use crate::cpu::step::Run;
 use std::ops::Range;
 
 /// One work item.
-pub struct Tile<'a, 'b, C: Code> {
+pub struct Tile<'a, 'b, C: Stored> {
     pub op: &'a Attention<'b>,
-    pub k: &'a [C::Raw],
-    pub v: &'a [C::Raw],
+    pub places: Places,
+    pub k: &'a [C::Unit],
+    pub v: &'a [C::Unit],
     pub run: &'a Run,
     pub kv_head: usize,
     /// Numbers of the run's query vectors for that head.
     pub queries: Range<usize>,
     /// (queries, v_padded): the sums of weighted values.
     pub sums: &'a mut [f32],
+    /// (queries, groups): the sums of their own numbers.
+    pub q_sums: &'a mut [f32],
 }
 
 /// One query vector.
@@ -32,8 +35,8 @@ pub struct Query {
     /// Row and head as one index into (rows, heads).
     vector: usize,
     /// The positions it sees: from the first up to the second.
-    from: usize,
-    to: usize,
+    pub from: usize,
+    pub to: usize,
 }
 
 /// Which positions of a block a query vector sees.
@@ -50,8 +53,14 @@ struct Weights<S: Simd> {
 }
 
 impl Query {
+    /// The blocks of what it sees.
     #[inline(always)]
-    fn seen(&self, block: usize) -> Seen {
+    pub fn blocks(&self) -> Range<usize> {
+        self.from / BLOCK..self.to.div_ceil(BLOCK)
+    }
+
+    #[inline(always)]
+    pub fn seen(&self, block: usize) -> Seen {
         let within = |position: usize| position.saturating_sub(block * BLOCK).min(BLOCK);
         Seen { from: within(self.from), to: within(self.to) }
     }
@@ -62,9 +71,21 @@ impl Seen {
     fn is_empty(self) -> bool {
         self.from >= self.to
     }
+
+    /// The lanes of the positions seen; `rest` in the others.
+    #[inline(always)]
+    pub fn choose<S: Simd>(self, simd: S, [low, high]: [S::V; 2], rest: S::V) -> [S::V; 2] {
+        let mut low = simd.first(self.to, low, rest);
+        let mut high = simd.first(self.to.saturating_sub(LANES), high, rest);
+        if self.from > 0 {
+            low = simd.first(self.from, rest, low);
+            high = simd.first(self.from.saturating_sub(LANES), rest, high);
+        }
+        [low, high]
+    }
 }
 
-impl<C: Code> Tile<'_, '_, C> {
+impl<'a, C: Stored> Tile<'a, '_, C> {
     fn query(&self, number: usize) -> Query {
         let (op, row) = (self.op, number / self.op.group);
         let (head, position) = (self.kv_head * op.group + number % op.group, self.run.start + row);
@@ -73,21 +94,34 @@ impl<C: Code> Tile<'_, '_, C> {
         Query { head, position, vector, from: seen.start, to: seen.end }
     }
 
+    /// The query vectors, whose sums are none yet.
+    pub fn begin(&mut self) -> [Query; ITEM_QUERIES] {
+        let mut queries = [Query::default(); ITEM_QUERIES];
+        for (query, number) in queries.iter_mut().zip(self.queries.clone()) {
+            *query = self.query(number);
+        }
+        let count = self.queries.len();
+        self.sums[..count * padded(self.op.layout.v_dim)].fill(0.0);
+        if C::SUMMED > 0 {
+            self.sum_groups(&queries[..count]);
+        }
+        queries
+    }
+
     /// Where a query vector's result goes.
     #[allow(clippy::mut_from_ref)] // nobody else writes there
     fn out(&self, query: &Query) -> &mut [f32] {
-        let v_dim = self.op.places.layout.v_dim;
+        let v_dim = self.op.layout.v_dim;
         // SAFETY: a query vector belongs to one item, and so does its place in `out`.
         unsafe { self.op.out.part(query.vector * v_dim..(query.vector + 1) * v_dim) }
     }
 
     /// A row that sees itself alone gets its own value, whatever the score.
     pub fn copy_own_value(&self) {
-        let v_dim = self.op.places.layout.v_dim;
         for query in self.queries.clone().map(|number| self.query(number)) {
             let (page, position) = self.op.step.place(self.run, KvTable::Own, query.position);
-            let v = self.op.places.v_run(page, self.kv_head, position, 1);
-            C::decode(&self.v[v.start..v.start + v_dim], self.out(&query));
+            let v = &self.v[self.places.v_block(page, self.kv_head, position)];
+            C::value(v, position % BLOCK, self.out(&query));
         }
     }
 
@@ -96,12 +130,36 @@ impl<C: Code> Tile<'_, '_, C> {
         self.queries.clone().for_each(|number| self.out(&self.query(number)).fill(0.0));
     }
 
+    /// Lets queries from `first` on pass over a block, as many as the instruction set has room for; gives their number. What it
+    /// has none for is not even compiled.
+    #[inline(always)]
+    fn pass_some<S: Simd>(
+        &mut self,
+        simd: S,
+        queries: &[Query],
+        first: usize,
+        block: usize,
+        weights: &mut Weights<S>,
+    ) -> usize {
+        let left = queries.len() - first;
+        if const { S::TILE_QUERIES >= 8 } && left >= 8 {
+            return self.pass::<S, 8>(simd, queries, first, block, weights);
+        }
+        if const { S::TILE_QUERIES >= 4 } && left >= 4 {
+            return self.pass::<S, 4>(simd, queries, first, block, weights);
+        }
+        if const { S::TILE_QUERIES >= 2 } && left >= 2 {
+            return self.pass::<S, 2>(simd, queries, first, block, weights);
+        }
+        self.pass::<S, 1>(simd, queries, first, block, weights)
+    }
+
     /// Lets queries `first..first + T` of the tile pass over a block; gives T.
     #[inline(always)]
     fn pass<S: Simd, const T: usize>(
         &mut self,
         simd: S,
-        queries: &[Query; ITEM_QUERIES],
+        queries: &[Query],
         first: usize,
         block: usize,
         weights: &mut Weights<S>,
@@ -114,11 +172,8 @@ impl<C: Code> Tile<'_, '_, C> {
         if none {
             return T;
         }
-        let places = self.op.places;
-        let (page, position) = self.op.step.place(self.run, self.op.shape.table, block * BLOCK);
-        let k = &self.k[places.k_block(page, self.kv_head, position)];
-        let v = &self.v[places.v_run(page, self.kv_head, position, BLOCK)];
-        let scores = self.scores::<S, T>(simd, &queries[first..first + T], k);
+        let (k, v) = self.block(block);
+        let scores = self.scores::<S, T>(simd, &queries[first..first + T], first, k);
         let mut p = [[0.0; BLOCK]; T];
         for t in 0..T {
             if !seen[t].is_empty() {
@@ -126,42 +181,62 @@ impl<C: Code> Tile<'_, '_, C> {
                 p[t] = self.weigh(simd, first + t, seen[t], scores, weights);
             }
         }
-        let sums = &mut self.sums[first * places.v_padded()..][..T * places.v_padded()];
+        let padded = padded(self.op.layout.v_dim);
+        let sums = &mut self.sums[first * padded..][..T * padded];
         // What they see ascends, so between two alike all are alike.
         if seen[0] == seen[T - 1] {
-            add_values::<S, C, T>(simd, seen[0], &p, v, sums);
+            C::add_values::<S, T>(simd, seen[0], &p, v, sums);
         } else {
-            for (t, sums) in sums.chunks_exact_mut(places.v_padded()).enumerate() {
-                add_values::<S, C, 1>(simd, seen[t], &[p[t]], v, sums);
+            for (t, sums) in sums.chunks_exact_mut(padded).enumerate() {
+                C::add_values::<S, 1>(simd, seen[t], &[p[t]], v, sums);
             }
         }
         T
     }
 
-    /// The products of T query vectors with the 32 positions of k (k_dim, 32).
+    /// K and V of a block of positions.
     #[inline(always)]
-    fn scores<S: Simd, const T: usize>(&self, simd: S, queries: &[Query], k: &[C::Raw]) -> [[S::V; 2]; T] {
-        let k_dim = self.op.places.layout.k_dim;
-        let mut q = [&self.op.q[..0]; T];
-        for (q, query) in q.iter_mut().zip(queries) {
-            *q = &self.op.q[query.vector * k_dim..][..k_dim];
+    pub fn block(&self, block: usize) -> (&'a [C::Unit], &'a [C::Unit]) {
+        let (k, v) = (self.k, self.v);
+        let (page, position) = self.op.step.place(self.run, self.op.shape.table, block * BLOCK);
+        let k = &k[self.places.k_block(page, self.kv_head, position)];
+        (k, &v[self.places.v_block(page, self.kv_head, position)])
+    }
+
+    /// The products of T query vectors, numbers `first..first + T` of the tile, with the 32 keys of a block.
+    #[inline(always)]
+    pub fn scores<S: Simd, const T: usize>(
+        &self,
+        simd: S,
+        queries: &[Query],
+        first: usize,
+        k: &[C::Unit],
+    ) -> [[S::V; 2]; T] {
+        let k_dim = self.op.layout.k_dim;
+        let groups = groups::<C>(k_dim);
+        let (mut q, mut sums) = ([&self.op.q[..0]; T], [&self.op.q[..0]; T]);
+        for t in 0..T {
+            q[t] = &self.op.q[queries[t].vector * k_dim..][..k_dim];
+            sums[t] = &self.q_sums[(first + t) * groups..][..groups];
         }
-        let mut scores = [[simd.splat(0.0); 2]; T];
-        for (d, k) in k.as_chunks::<LANES>().0.as_chunks::<2>().0.iter().enumerate() {
-            let k = [C::load(simd, &k[0]), C::load(simd, &k[1])];
-            for t in 0..T {
-                // SAFETY: k has k_dim pairs of vectors, and q[t] k_dim elements.
-                let q = simd.splat(unsafe { *q[t].get_unchecked(d) });
-                scores[t][0] = simd.mul_add(q, k[0], scores[t][0]);
-                scores[t][1] = simd.mul_add(q, k[1], scores[t][1]);
+        C::scores::<S, T>(simd, q, sums, k)
+    }
+
+    /// Each query vector's sums over groups of its numbers, in order.
+    fn sum_groups(&mut self, queries: &[Query]) {
+        let k_dim = self.op.layout.k_dim;
+        let sums = self.q_sums.chunks_exact_mut(groups::<C>(k_dim).max(1));
+        for (query, sums) in queries.iter().zip(sums) {
+            let q = &self.op.q[query.vector * k_dim..][..k_dim];
+            for (numbers, sum) in q.chunks(C::SUMMED.max(1)).zip(sums) {
+                *sum = numbers.iter().fold(0.0, |sum, q| sum + q);
             }
         }
-        scores
     }
 
     /// Scores of products. What is rare is a call of its own, to keep the usual pass small.
     #[inline(always)]
-    fn adjusted<S: Simd>(&self, simd: S, query: &Query, block: usize, products: [S::V; 2]) -> [S::V; 2] {
+    pub fn adjusted<S: Simd>(&self, simd: S, query: &Query, block: usize, products: [S::V; 2]) -> [S::V; 2] {
         let shape = self.op.shape;
         if shape.softcap.is_none() && shape.bias.is_none() {
             let scale = simd.splat(shape.scale);
@@ -187,20 +262,14 @@ impl<C: Code> Tile<'_, '_, C> {
         scores: [S::V; 2],
         weights: &mut Weights<S>,
     ) -> [f32; BLOCK] {
-        let unseen = simd.splat(f32::NEG_INFINITY);
-        let mut low = simd.first(seen.to, scores[0], unseen);
-        let mut high = simd.first(seen.to.saturating_sub(LANES), scores[1], unseen);
-        if seen.from > 0 {
-            low = simd.first(seen.from, unseen, low);
-            high = simd.first(seen.from.saturating_sub(LANES), unseen, high);
-        }
+        let [low, high] = seen.choose(simd, scores, simd.splat(f32::NEG_INFINITY));
         let before = weights.largest[query];
         let largest = before.max(simd.largest(simd.max(low, high)));
         if largest > before {
             let factor = exp(simd, simd.sub(simd.splat(before), simd.splat(largest)));
             weights.largest[query] = largest;
             weights.totals[query] = simd.mul(weights.totals[query], factor);
-            let padded = self.op.places.v_padded();
+            let padded = padded(self.op.layout.v_dim);
             for sums in self.sums[query * padded..][..padded].as_chunks_mut::<LANES>().0 {
                 simd.store(simd.mul(simd.load(sums), factor), sums);
             }
@@ -217,11 +286,10 @@ impl<C: Code> Tile<'_, '_, C> {
 
     /// The sums over the totals; zeros where nothing was seen, since the largest weight is 1.
     #[inline(always)]
-    fn finish<S: Simd>(&self, simd: S, queries: &[Query], weights: &Weights<S>) {
-        let padded = self.op.places.v_padded();
+    pub fn finish<S: Simd>(&self, simd: S, queries: &[Query], totals: &[f32; ITEM_QUERIES]) {
+        let padded = padded(self.op.layout.v_dim);
         for (i, (query, sums)) in queries.iter().zip(self.sums.chunks_exact(padded)).enumerate() {
-            let total = simd.sum(weights.totals[i]);
-            let total = simd.splat(if total == 0.0 { 1.0 } else { total });
+            let total = simd.splat(if totals[i] == 0.0 { 1.0 } else { totals[i] });
             let out = self.out(query);
             for (sums, out) in sums.as_chunks::<LANES>().0.iter().zip(out.chunks_mut(LANES)) {
                 store_part(simd, simd.div(simd.load(sums), total), out);
@@ -230,30 +298,25 @@ impl<C: Code> Tile<'_, '_, C> {
     }
 }
 
-impl<C: Code> Kernel for Tile<'_, '_, C> {
+impl<C: Stored> Kernel for Tile<'_, '_, C> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
         let count = self.queries.len();
-        let mut queries = [Query::default(); ITEM_QUERIES];
-        for (query, number) in queries.iter_mut().zip(self.queries.clone()) {
-            *query = self.query(number);
-        }
+        let queries = self.begin();
         let mut weights =
             Weights { largest: [f32::NEG_INFINITY; ITEM_QUERIES], totals: [simd.splat(0.0); ITEM_QUERIES] };
-        self.sums[..count * self.op.places.v_padded()].fill(0.0);
-        for block in queries[0].from / BLOCK..queries[count - 1].to.div_ceil(BLOCK) {
+        for block in queries[0].blocks().start..queries[count - 1].blocks().end {
             let mut first = 0;
             while first < count {
-                first += match (count - first).min(S::TILE_QUERIES) {
-                    8.. => self.pass::<S, 8>(simd, &queries, first, block, &mut weights),
-                    4.. => self.pass::<S, 4>(simd, &queries, first, block, &mut weights),
-                    2.. => self.pass::<S, 2>(simd, &queries, first, block, &mut weights),
-                    _ => self.pass::<S, 1>(simd, &queries, first, block, &mut weights),
-                };
+                first += self.pass_some(simd, &queries[..count], first, block, &mut weights);
             }
         }
-        self.finish(simd, &queries[..count], &weights);
+        let mut totals = [0.0; ITEM_QUERIES];
+        for (total, lanes) in totals[..count].iter_mut().zip(&weights.totals) {
+            *total = simd.sum(*lanes);
+        }
+        self.finish(simd, &queries[..count], &totals);
     }
 }

@@ -65,6 +65,9 @@ pub fn matmul(
 ) {
     let rows = x.len() / w.inp;
     assert_eq!(y.len(), rows * w.out, "y is (rows, out); this is a bug");
+    if rows == 0 {
+        return;
+    }
     let tiles = Tiles::new(rows, if let Dots::Amx(_) = dots { AMX_ROWS } else { TILE_ROWS });
     let packed = &mut scratch.input.bytes_mut()[..rows * input::row_bytes(w.inp)];
     input::pack(pool, &tiles, (w.inp, x), packed);
@@ -121,7 +124,8 @@ impl Product<'_> {
             let more =
                 if tile + 1 < self.tiles.count() { self.tiles.rows_of(tile + 1) } else { rows.end..rows.end };
             let inputs = [self.input_of(&rows), self.input_of(&more)];
-            let mut registers = amx::Tiles::new(amx, [rows.len(), more.len()]);
+            // SAFETY: the one before has been dropped, and nothing else here has any.
+            let mut registers = unsafe { amx::Tiles::new(amx, [rows.len(), more.len()]) };
             let rows = rows.start..more.end;
             for strip in strips.clone().step_by(AMX_STRIPS) {
                 let at = [strip, strip + 1].map(|strip| self.strip(strip));

@@ -1,8 +1,11 @@
 //! Some rows with some strips: sums of products of BF16 pairs.
 //!
 //! AVX-512 adds, of each pair, first one product to a sum, then the other. AMX sums the even and the odd products of 32 columns
-//! apart, then both together, then adds this; it takes numbers below 2^-126 for zero.
+//! apart, then both together, then adds this. Both take numbers below 2^-126 for zero.
 //! Invariant: sums go over blocks in ascending order, whatever the cuts between them.
+
+// Arrays in step: what they are indexed by says more than iterators over one of them.
+#![allow(clippy::needless_range_loop)]
 
 use super::{BLOCK_BYTES, STRIP, STRIP_BYTES};
 use crate::cpu::Isa;
@@ -166,13 +169,19 @@ impl Avx512Bf16 {
     }
 }
 
+/// The same 64 bytes, as pairs of BF16.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn halves(bytes: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes, of which any are valid.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(bytes) }
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn multiply_most<const N: usize>(times: usize) -> [f32; N] {
     let mut sums = [_mm512_setzero_ps(); N];
-    let pair = _mm512_set1_epi32(std::hint::black_box(0x3f80_3f80));
-    // SAFETY: 64 bytes are 64 bytes.
-    let pair: __m512bh = unsafe { std::mem::transmute(pair) };
+    let pair = halves(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80)));
     for _ in 0..times {
         for sum in &mut sums {
             *sum = _mm512_dpbf16_ps(*sum, pair, pair);
@@ -202,20 +211,17 @@ unsafe fn multiply_rows<const R: usize, const O: usize>(
         let strips = operands.strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));
         let input = operands.input.wrapping_add(block * R * BLOCK_BYTES);
         for pair in 0..STRIP_BYTES / BLOCK_BYTES {
-            let mut w = [_mm512_setzero_si512(); O];
+            let mut w = [halves(_mm512_setzero_si512()); O];
             for o in 0..O {
                 crate::cpu::simd::prefetch(strips[o].wrapping_add(AHEAD + pair * BLOCK_BYTES));
                 // SAFETY: the caller's promise, here and below.
-                w[o] = unsafe { _mm512_loadu_si512(strips[o].add(pair * BLOCK_BYTES).cast()) };
+                w[o] = halves(unsafe { _mm512_loadu_si512(strips[o].add(pair * BLOCK_BYTES).cast()) });
             }
             for r in 0..R {
                 let x = unsafe { input.add(r * BLOCK_BYTES + pair * 4).cast::<i32>().read_unaligned() };
-                let x = _mm512_set1_epi32(x);
+                let x = halves(_mm512_set1_epi32(x));
                 for o in 0..O {
-                    // SAFETY: 64 bytes are 64 bytes.
-                    let (w, x): (__m512bh, __m512bh) =
-                        unsafe { (std::mem::transmute(w[o]), std::mem::transmute(x)) };
-                    totals[r][o] = _mm512_dpbf16_ps(totals[r][o], w, x);
+                    totals[r][o] = _mm512_dpbf16_ps(totals[r][o], w[o], x);
                 }
             }
         }

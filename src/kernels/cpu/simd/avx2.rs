@@ -51,6 +51,7 @@ impl Simd for Avx2 {
     type V = V;
     const TILE_ROWS: usize = 3;
     const TILE_OUTS: usize = 2;
+    const SUMS: usize = 5;
     const TILE_QUERIES: usize = 2;
 
     #[inline(always)]
@@ -82,6 +83,23 @@ impl Simd for Avx2 {
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
             )
+        })
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> V {
+        proven!({
+            let bytes = _mm_loadu_si128(x.as_ptr().cast());
+            let (low, high) = (_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes)));
+            V(_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
+        })
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> [V; 2] {
+        proven!({
+            let (bytes, mask) = (_mm_loadu_si128(x.as_ptr().cast()), _mm_set1_epi8(15));
+            let low = _mm_and_si128(bytes, mask);
+            let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), mask);
+            [widened(low), widened(high)]
         })
     }
     #[inline(always)]
@@ -144,6 +162,19 @@ impl Simd for Avx2 {
 unsafe fn where_less_half(a: __m256, b: __m256, v: __m256, rest: __m256) -> __m256 {
     // SAFETY: the caller's promise.
     unsafe { _mm256_blendv_ps(rest, v, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
+}
+
+/// Sixteen bytes without sign.
+///
+/// # Safety
+/// - The CPU has AVX2.
+#[inline(always)]
+unsafe fn widened(bytes: __m128i) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (low, high) = (_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)));
+        V(_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
+    }
 }
 
 /// [`Simd::scale`] for one register: two factors, since 2^n alone may not be a number.
@@ -266,10 +297,6 @@ impl Ints for Avx2 {
     #[inline(always)]
     fn small(self, bytes: [u8; LANES]) -> V {
         // SAFETY: `self` proves the features; the bytes are read whole.
-        unsafe {
-            let bytes = _mm_loadu_si128(bytes.as_ptr().cast());
-            let (low, high) = (_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)));
-            V(_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high))
-        }
+        unsafe { widened(_mm_loadu_si128(bytes.as_ptr().cast())) }
     }
 }

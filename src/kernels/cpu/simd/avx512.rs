@@ -64,6 +64,7 @@ impl<const NEW: bool> Simd for Avx512<NEW> {
     type V = __m512;
     const TILE_ROWS: usize = 8;
     const TILE_OUTS: usize = 3;
+    const SUMS: usize = 12;
     const TILE_QUERIES: usize = 8;
 
     #[inline(always)]
@@ -88,6 +89,18 @@ impl<const NEW: bool> Simd for Avx512<NEW> {
         proven!({
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> __m512 {
+        proven!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))))
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> [__m512; 2] {
+        proven!({
+            let wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+            let low = _mm512_and_si512(wide, _mm512_set1_epi32(15));
+            [_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(wide))]
         })
     }
     #[inline(always)]

@@ -39,6 +39,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Rows and outs of a matmul tile: its sums and one operand's vectors fit the registers.
     const TILE_ROWS: usize;
     const TILE_OUTS: usize;
+    /// Sums that stay in registers, as many as hide how long an addition takes, up to 12.
+    const SUMS: usize;
     /// Query vectors that share a pass over a block of K or V.
     const TILE_QUERIES: usize;
 
@@ -49,14 +51,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load(self, x: &[f32; LANES]) -> Self::V;
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
     fn load_bf16(self, x: &[u16; LANES]) -> Self::V;
-    #[inline(always)]
-    fn load_i8(self, x: &[i8; LANES]) -> Self::V {
-        let mut lanes = [0.0; LANES];
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane = f32::from(*x);
-        }
-        self.load(&lanes)
-    }
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V;
+    /// The lower halves of sixteen bytes, and the upper ones.
+    fn load_nibbles(self, x: &[u8; LANES]) -> [Self::V; 2];
     fn store(self, v: Self::V, to: &mut [f32; LANES]);
 
     fn add(self, a: Self::V, b: Self::V) -> Self::V;

@@ -21,6 +21,7 @@ impl Simd for Portable {
     type V = V;
     const TILE_ROWS: usize = 3;
     const TILE_OUTS: usize = 2;
+    const SUMS: usize = 2;
     const TILE_QUERIES: usize = 1;
 
     fn call<K: Kernel>(self, kernel: K) -> K::Out {
@@ -42,6 +43,14 @@ impl Simd for Portable {
     #[inline(always)]
     fn load_bf16(self, x: &[u16; LANES]) -> V {
         x.map(|x| f32::from_bits(u32::from(x) << 16))
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> V {
+        x.map(f32::from)
+    }
+    #[inline(always)]
+    fn load_nibbles(self, x: &[u8; LANES]) -> [V; 2] {
+        [x.map(|x| f32::from(x & 15)), x.map(|x| f32::from(x >> 4))]
     }
     #[inline(always)]
     fn store(self, v: V, to: &mut [f32; LANES]) {

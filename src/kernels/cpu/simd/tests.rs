@@ -229,6 +229,34 @@ fn half_precision_codes_have_the_values_of_their_format() {
     }
 }
 
+#[test]
+fn bytes_and_half_bytes_are_widened_exactly() {
+    struct Widen([u8; LANES]);
+    impl Kernel for Widen {
+        type Out = [[f32; LANES]; 3];
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) -> Self::Out {
+            let mut values = [[0.0; LANES]; 3];
+            let [low, high] = simd.load_nibbles(&self.0);
+            simd.store(low, &mut values[0]);
+            simd.store(high, &mut values[1]);
+            simd.store(simd.load_i8(&self.0.map(|x| x as i8)), &mut values[2]);
+            values
+        }
+    }
+    for level in levels() {
+        for first in (0..=u8::MAX).step_by(LANES) {
+            let bytes: [u8; LANES] = std::array::from_fn(|i| first + i as u8);
+            let [low, high, signed] = level.run(Widen(bytes));
+            for (i, byte) in bytes.into_iter().enumerate() {
+                let whole = low[i] + 16.0 * high[i];
+                assert_eq!((whole, low[i] < 16.0), (f32::from(byte), true), "{byte} on {:?}", level.isa());
+                assert_eq!(signed[i], f32::from(byte as i8), "{:?}", level.isa());
+            }
+        }
+    }
+}
+
 /// Products and remainders of every byte, by every way that this CPU has.
 struct Codes;
 

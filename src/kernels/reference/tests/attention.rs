@@ -109,3 +109,40 @@ fn alibi_fades_with_distance_and_t5_tells_sides_apart() {
         mixed(&mut oracle, KvTable::Scratch, Mask::Whole { window: None }, Some(&both_ways), (&cached, 3));
     near(&got, &[(1.0 + 20.0 + 1600.0) / 19.0, (4.0 + 10.0 + 200.0) / 7.0, (8.0 + 40.0 + 100.0) / 13.0]);
 }
+
+/// FlexGen's own figures: of 21 positions a tenth are two and the current one. What is not chosen is not read, and weights stay
+/// what they are among all.
+#[test]
+fn a_drawn_token_takes_the_values_of_its_share() {
+    let attended = Share::new(0.1).expect("a tenth is a share");
+    let mut oracle = Reference::new();
+    oracle.prepare(&StepLimits { rows: 21, attended, ..LIMITS }).unwrap();
+    let page = TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 };
+    let past = StepBatch { tables: vec![page], spans: vec![span(0, 0, 20)], ..StepBatch::default() };
+    oracle.begin(&StepBatch { tokens: vec![2; 20], ..past });
+    // Products with the query are the keys: 3 has the largest, and 15 one as large as 11, but behind it.
+    let mut keys = [0.0; 20];
+    (keys[3], keys[7], keys[11], keys[15]) = (2.0, 0.5, 1.0, 1.0);
+    let mut values = [f32::NAN; 20];
+    (values[3], values[11]) = (10.0, 100.0);
+    let mut cache = cache(&mut oracle, 2);
+    oracle.store_kv(KvTable::Own, &buf(&keys), &buf(&values), &mut cache);
+    let drawn = Span { tokens: SpanTokens::Last, ..span(0, 20, 1) };
+    oracle.begin(&StepBatch { spans: vec![drawn], ..StepBatch::default() });
+    oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);
+    let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
+    let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: None };
+    let mut out = buf(&[0.0]);
+    oracle.attention(&shape, &buf(&[1.0]), &cache, &mut out);
+    let all: f64 = keys.iter().map(|key| f64::from(*key).exp()).sum::<f64>() + (-1f64).exp();
+    near(out.f32(), &[(10.0 * 2f64.exp() + 100.0 * 1f64.exp() + 1000.0 * (-1f64).exp()) / all]);
+}
+
+#[test]
+fn the_largest_scores_are_chosen_the_first_of_equals() {
+    let half = Share::new(0.5).expect("a half is a share");
+    assert_eq!(chosen(&[1.0, 3.0, f64::NAN, 3.0, 2.0, 3.0, 0.0], half), [1, 3, 5, 6]);
+    assert_eq!(chosen(&[3.0, 1.0, 3.0, 3.0, 9.0], half), [0, 2, 4]);
+    assert_eq!(chosen(&[f64::NAN, f64::NEG_INFINITY, 5.0], half), [0, 2]);
+    assert_eq!(chosen(&[5.0], half), [0]);
+}

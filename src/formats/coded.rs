@@ -1,0 +1,179 @@
+//! Matrices in number formats that safetensors has no type for: their bytes lie in the file as tensors of type U8, and the
+//! file's metadata says what they are.
+//!
+//! | key of the metadata | is |
+//! |---|---|
+//! | `mainstem.format_version` | `1` |
+//! | `mainstem.tensors` | a JSON object: for each such tensor `type`, the name of its number format, `shape`, that of its numbers, and `turned` |
+//!
+//! The U8 tensor has the shape of the numbers but for the last dimension, which is the bytes of a row. Of one that is turned
+//! the shape is (in, out), and the bytes are those of rows (out, in): rows have to be whole blocks.
+//! Invariant: what is read is held against the tensor's own type, shape and bytes; what is written can be read.
+
+use super::elements;
+use super::save::SavedTensor;
+use super::sharded::{ByTensor, Metadata};
+use anyhow::{Context, Result, bail, ensure};
+use mainstem_kernels::QuantType;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+const VERSION_KEY: &str = "mainstem.format_version";
+const TENSORS_KEY: &str = "mainstem.tensors";
+const VERSION: &str = "1";
+
+/// The type that such tensors have in the file.
+pub(super) const BYTES: &str = "U8";
+
+/// What the bytes of a tensor are.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Coded {
+    #[serde(rename = "type")]
+    ty: String,
+    /// Of the numbers, outermost dimension first.
+    pub(super) shape: Vec<usize>,
+    /// Whether the bytes are those of matrices (out, in), though the shape is (in, out).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) turned: bool,
+}
+
+/// What a header's metadata says of its tensors; nothing if it does not speak of them.
+pub(super) fn of_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Coded>> {
+    let (version, tensors) = match (&metadata.version, &metadata.tensors) {
+        (None, None) => return Ok(BTreeMap::new()),
+        (None, Some(_)) => bail!("key '{VERSION_KEY}': it is missing, beside '{TENSORS_KEY}'"),
+        (Some(version), tensors) => (version, tensors),
+    };
+    ensure!(
+        version == VERSION,
+        "key '{VERSION_KEY}': version \"{version}\" is not known (known: \"{VERSION}\")"
+    );
+    let text = tensors.as_ref().with_context(|| format!("key '{TENSORS_KEY}': it is missing"))?;
+    let coded: ByTensor<Coded> =
+        serde_json::from_str(text).with_context(|| format!("key '{TENSORS_KEY}'"))?;
+    Ok(coded.tensors)
+}
+
+/// The metadata of a file with these tensors.
+pub(super) fn metadata<'a>(tensors: impl IntoIterator<Item = &'a SavedTensor>) -> Value {
+    let coded = tensors.into_iter().filter(|tensor| tensor.is_coded());
+    let coded: Map<String, Value> =
+        coded.map(|tensor| (tensor.name.clone(), json!(Coded::of(tensor)))).collect();
+    match coded.is_empty() {
+        true => json!({ "format": "pt" }),
+        false => json!({ "format": "pt", VERSION_KEY: VERSION, TENSORS_KEY: json!(coded).to_string() }),
+    }
+}
+
+impl Coded {
+    fn of(tensor: &SavedTensor) -> Coded {
+        let (ty, shape) = (tensor.ty.name().to_owned(), tensor.shape.clone());
+        Coded { ty, shape, turned: tensor.turned }
+    }
+
+    /// The number format of a tensor of that type and shape with so many bytes, which are what they should be.
+    pub(super) fn check(&self, dtype: &str, shape: &[usize], held: usize) -> Result<QuantType> {
+        let Some(ty) = QuantType::by_name(&self.ty) else {
+            let known = QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ");
+            bail!("there is no number format '{}' (known: {known})", self.ty);
+        };
+        let expected = stored_shape(ty, &self.shape, self.turned)?;
+        ensure!(
+            dtype == BYTES && shape == expected,
+            "shape {:?} of {ty}{} needs {BYTES} {expected:?}, but it is {dtype} {shape:?}",
+            self.shape,
+            if self.turned { " turned" } else { "" }
+        );
+        let needed =
+            elements(&expected).with_context(|| format!("shape {expected:?} is too large to count"))?;
+        ensure!(needed == held, "{BYTES} {expected:?} needs {needed} bytes, but it has {held}");
+        Ok(ty)
+    }
+}
+
+/// The shape of the bytes of numbers of that shape.
+pub(super) fn stored_shape(ty: QuantType, shape: &[usize], turned: bool) -> Result<Vec<usize>> {
+    let [outer @ .., a, b] = shape else { bail!("shape {shape:?} is no matrix") };
+    let (rows, width) = if turned { (*b, *a) } else { (*a, *b) };
+    let row = ty.bytes(width).with_context(|| {
+        format!(
+            "rows of {width} numbers are no whole number of {ty} blocks, which have {}",
+            ty.row().block_elements
+        )
+    })?;
+    Ok([outer, &[rows, row]].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn coded(ty: &str, shape: &[usize], turned: bool) -> Coded {
+        Coded { ty: ty.to_owned(), shape: shape.to_vec(), turned }
+    }
+
+    #[test]
+    fn bytes_are_rows_of_whole_blocks() {
+        for (ty, shape, turned, stored) in [
+            ("q4_0", &[3, 64][..], false, &[3, 36][..]),
+            ("q4_0", &[64, 3], true, &[3, 36]),
+            ("q4_K", &[2, 5, 512], false, &[2, 5, 288]),
+            ("q8_0", &[2, 32, 7], true, &[2, 7, 34]),
+            ("f16", &[4, 3], true, &[3, 8]),
+        ] {
+            let held = stored.iter().product();
+            assert_eq!(coded(ty, shape, turned).check("U8", stored, held).unwrap().name(), ty);
+            assert!(coded(ty, shape, !turned).check("U8", stored, held).is_err(), "{ty} {shape:?}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_its_reason() {
+        for (coded, dtype, stored, held, reason) in [
+            (coded("q9", &[3, 64], false), "U8", &[3, 36][..], 108, "no number format 'q9'"),
+            (coded("q4_0", &[3, 48], false), "U8", &[3, 27], 81, "rows of 48 numbers"),
+            (coded("q4_0", &[3, 64], true), "U8", &[3, 36], 108, "rows of 3 numbers"),
+            (coded("q4_0", &[64], false), "U8", &[36], 36, "no matrix"),
+            (coded("q4_0", &[3, 64], false), "I8", &[3, 36], 108, "needs U8 [3, 36], but it is I8"),
+            (coded("q4_0", &[3, 64], false), "U8", &[108], 108, "but it is U8 [108]"),
+            (coded("q4_0", &[3, 64], false), "U8", &[3, 36], 107, "needs 108 bytes, but it has 107"),
+            (coded("q4_0", &[1 << 62, 64], false), "U8", &[1 << 62, 36], 0, "too large"),
+        ] {
+            let error = coded.check(dtype, stored, held).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}\nexpected: {reason}");
+        }
+    }
+
+    #[test]
+    fn metadata_of_another_kind_is_refused_and_of_none_passed_over() {
+        let tensors = r#"{"a":{"type":"q4_0","shape":[1,32]}}"#;
+        let of = |value: Value| {
+            let metadata: Metadata = serde_json::from_value(value).map_err(|error| error.to_string())?;
+            of_metadata(&metadata).map_err(|error| format!("{error:#}"))
+        };
+        assert!(of(json!({})).unwrap().is_empty() && of(json!({"format": [{}]})).unwrap().is_empty());
+        assert_eq!(of(json!({VERSION_KEY: "1", TENSORS_KEY: tensors})).unwrap()["a"].shape, [1, 32]);
+        for (metadata, reason) in [
+            (json!({VERSION_KEY: "2", TENSORS_KEY: tensors}), "version \"2\" is not known"),
+            (json!({VERSION_KEY: 1, TENSORS_KEY: tensors}), "invalid type: integer"),
+            (json!({TENSORS_KEY: tensors}), "'mainstem.format_version': it is missing"),
+            (json!({VERSION_KEY: "1"}), "'mainstem.tensors': it is missing"),
+            (json!({VERSION_KEY: "1", TENSORS_KEY: {}}), "invalid type: map"),
+            (json!({VERSION_KEY: "1", TENSORS_KEY: "["}), "'mainstem.tensors'"),
+            (json!({VERSION_KEY: "1", TENSORS_KEY: r#"{"a":{"type":"q4_0"}}"#}), "missing field `shape`"),
+            (
+                json!({VERSION_KEY: "1", TENSORS_KEY: r#"{"a":{"type":"q4_0","shape":[1],"x":1}}"#}),
+                "unknown field",
+            ),
+            (
+                json!({VERSION_KEY: "1", TENSORS_KEY: tensors.replace("}}", r#"},"a":{"type":"q4_0","shape":[1]}}"#)}),
+                "'a': it is described twice",
+            ),
+        ] {
+            let error = of(metadata).unwrap_err();
+            assert!(error.contains(reason), "{error}\nexpected: {reason}");
+        }
+    }
+}

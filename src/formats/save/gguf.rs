@@ -1,0 +1,109 @@
+//! GGUF written: the keys of another such file, and other tensors.
+//!
+//! Invariant: what a key's value is does not change; those that speak of files and number formats alone are left out or made new.
+
+use super::{SavedFile, SavedTensor};
+use crate::formats::Gguf;
+use crate::formats::gguf::{TENSORS_BESIDE, ggml_id};
+use anyhow::{Context, Result, ensure};
+
+/// What begins the file, and the version of the format.
+const MAGIC: [u8; 4] = *b"GGUF";
+const VERSION: u32 = 3;
+
+/// Ids of types of values.
+const U32: u32 = 4;
+const BOOL: u32 = 7;
+
+const ALIGNMENT: &str = "general.alignment";
+const ALIGNMENT_DEFAULT: usize = 32;
+const QUANTIZATION: &str = "general.quantization_version";
+const QUANTIZATION_VERSION: u32 = 2;
+
+/// Keys that are not true of another file.
+const OF_THE_FILE: [&str; 6] =
+    ["general.file_type", QUANTIZATION, "split.no", "split.count", "split.tensors.count", TENSORS_BESIDE];
+
+/// Refuses what GGUF has no type for, by the tensor's name.
+pub fn check_gguf(tensors: &[SavedTensor]) -> Result<()> {
+    for tensor in tensors {
+        let SavedTensor { name, ty, .. } = tensor;
+        ensure!(
+            ggml_id(*ty).is_some(),
+            "tensor '{name}' would be {ty}, which GGUF has no type for: take one that it has, such as q4_K or q8_0, \
+             or name a folder to write safetensors to"
+        );
+        ensure!(!tensor.turned, "tensor '{name}' would be turned, which GGUF cannot say; this is a bug");
+    }
+    Ok(())
+}
+
+/// The file with the keys of `gguf` and these tensors, all of types that GGUF has.
+pub fn gguf_file(name: &str, gguf: &Gguf, tensors: &[SavedTensor]) -> Result<SavedFile> {
+    file(name, gguf, (0..tensors.len()).collect(), tensors, Vec::new())
+}
+
+/// The file with the keys of `gguf` whose tensors lie beside it, but for `settings`, by their places.
+pub fn gguf_settings(
+    name: &str,
+    gguf: &Gguf,
+    settings: Vec<usize>,
+    tensors: &[SavedTensor],
+) -> Result<SavedFile> {
+    file(name, gguf, settings, tensors, [key(TENSORS_BESIDE, BOOL), vec![1]].concat())
+}
+
+/// `more` is one entry beside the others, or nothing.
+fn file(
+    name: &str,
+    gguf: &Gguf,
+    order: Vec<usize>,
+    tensors: &[SavedTensor],
+    more: Vec<u8>,
+) -> Result<SavedFile> {
+    let mut entries: Vec<Vec<u8>> = gguf
+        .stored_entries()?
+        .filter(|(name, _)| !OF_THE_FILE.contains(name))
+        .map(|(name, value)| [&string(name), value].concat())
+        .collect();
+    if order.iter().any(|at| tensors[*at].ty.is_blocked()) {
+        entries.push([key(QUANTIZATION, U32), QUANTIZATION_VERSION.to_le_bytes().to_vec()].concat());
+    }
+    if !more.is_empty() {
+        entries.push(more);
+    }
+    let alignment = gguf.opt_u32(ALIGNMENT)?.map_or(ALIGNMENT_DEFAULT, |alignment| alignment as usize);
+    let mut head = [&MAGIC[..], &VERSION.to_le_bytes(), &count(order.len()), &count(entries.len())].concat();
+    entries.iter().for_each(|entry| head.extend_from_slice(entry));
+    let mut offset = 0;
+    for tensor in order.iter().map(|at| &tensors[*at]) {
+        described(tensor, offset, &mut head)?;
+        offset += tensor.bytes().next_multiple_of(alignment);
+    }
+    head.resize(head.len().next_multiple_of(alignment), 0);
+    Ok(SavedFile { name: name.to_owned(), head, tensors: order, alignment })
+}
+
+fn described(tensor: &SavedTensor, offset: usize, head: &mut Vec<u8>) -> Result<()> {
+    let SavedTensor { name, ty, shape, .. } = tensor;
+    let id =
+        ggml_id(*ty).with_context(|| format!("tensor '{name}': GGUF has no type for {ty}; this is a bug"))?;
+    head.extend(string(name));
+    head.extend((shape.len() as u32).to_le_bytes());
+    shape.iter().rev().for_each(|size| head.extend(count(*size)));
+    head.extend(id.to_le_bytes());
+    head.extend(count(offset));
+    Ok(())
+}
+
+fn key(name: &str, ty: u32) -> Vec<u8> {
+    [string(name), ty.to_le_bytes().to_vec()].concat()
+}
+
+fn string(text: &str) -> Vec<u8> {
+    [&count(text.len()), text.as_bytes()].concat()
+}
+
+fn count(count: usize) -> [u8; 8] {
+    (count as u64).to_le_bytes()
+}

@@ -1,0 +1,248 @@
+//! Where a written model appears: all of it is written beside that place, and moved there when it is whole.
+//!
+//! Invariant: under the final name there is what was there before, or the whole of what was written, but for the moment in
+//! which a folder makes way for another; whatever ends the writing, what was begun is removed.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// What to do about what is at the place already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    Refuse,
+    /// It is kept until what takes its place is whole.
+    Replace,
+}
+
+/// A place that is written to. Dropped before [`Place::finish`], it leaves nothing behind.
+#[derive(Debug)]
+pub struct Place {
+    target: PathBuf,
+    existing: Existing,
+    /// Refuses to replace what is at the target.
+    check: fn(&Path) -> Result<()>,
+    /// Beside the target, in the same file system.
+    begun: PathBuf,
+    is_finished: bool,
+}
+
+impl Place {
+    /// A folder at `target`; only its last part may be missing. What `check` refuses is not replaced, before anything is
+    /// written and after.
+    pub fn folder(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+        ensure!(!target.is_file(), "{} is a file, where a folder is to be written", target.display());
+        let place = Place::beside(target, existing, check)?;
+        fs::create_dir(&place.begun).with_context(|| format!("cannot write {}", target.display()))?;
+        Ok(place)
+    }
+
+    /// A file at `target`, likewise.
+    pub fn file(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+        ensure!(!target.is_dir(), "{} is a folder, where a file is to be written", target.display());
+        Place::beside(target, existing, check)
+    }
+
+    fn beside(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+        let name =
+            target.file_name().with_context(|| format!("{} is no name to write to", target.display()))?;
+        let name = format!(".{}.{}.part", name.to_string_lossy(), std::process::id());
+        let begun = target.with_file_name(name);
+        ensure!(fs::symlink_metadata(&begun).is_err(), "{} is there already: remove it", begun.display());
+        let place = Place { target: target.to_owned(), existing, check, begun, is_finished: false };
+        place.check_target()?;
+        Ok(place)
+    }
+
+    /// Refuses what is at the target, unless it may be replaced.
+    fn check_target(&self) -> Result<()> {
+        if fs::symlink_metadata(&self.target).is_err() {
+            return Ok(());
+        }
+        if self.existing == Existing::Refuse {
+            bail!("{} is there already; --force replaces it", self.target.display());
+        }
+        (self.check)(&self.target)
+    }
+
+    /// Where to write: a folder that is there, or a file that is not.
+    pub fn begun(&self) -> &Path {
+        &self.begun
+    }
+
+    /// Moves what was written to its place. Its files have been synced.
+    pub fn finish(mut self) -> Result<()> {
+        sync(&self.begun)?;
+        // Writing takes its time: somebody else may have come first.
+        self.check_target()?;
+        let named = || format!("cannot move {} to {}", self.begun.display(), self.target.display());
+        let old = self.target.is_dir().then(|| self.begun.with_extension("old"));
+        if let Some(old) = &old {
+            fs::rename(&self.target, old).with_context(named)?;
+        }
+        if let Err(error) = fs::rename(&self.begun, &self.target) {
+            if let Some(old) = &old {
+                // What was there comes back.
+                let _ = fs::rename(old, &self.target);
+            }
+            return Err(error).with_context(named);
+        }
+        self.is_finished = true;
+        if let Some(old) = &old {
+            fs::remove_dir_all(old).with_context(|| format!("cannot remove {}", old.display()))?;
+        }
+        let parent = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
+        sync(parent.unwrap_or(Path::new(".")))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.is_finished {
+            return;
+        }
+        let removed = match self.begun.is_dir() {
+            true => fs::remove_dir_all(&self.begun),
+            false => fs::remove_file(&self.begun),
+        };
+        if let Err(error) =
+            removed.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+        {
+            tracing::warn!("cannot remove {}: {error}", self.begun.display());
+        }
+    }
+}
+
+/// What a folder's entries are is on the disk too when this is back.
+fn sync(path: &Path) -> Result<()> {
+    let sync = || File::open(path)?.sync_all();
+    sync().with_context(|| format!("cannot sync {}", path.display()))
+}
+
+/// Refuses a folder with a file in it, or in a folder within, that `is_ours` does not know by name.
+pub fn check_names(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
+    let named = |folder: &Path| format!("cannot list {}", folder.display());
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).with_context(|| named(&folder))? {
+            let entry = entry.with_context(|| named(&folder))?;
+            let is_folder = entry.file_type().with_context(|| named(&folder))?.is_dir();
+            match is_folder {
+                true => folders.push(entry.path()),
+                false => ensure!(
+                    entry.file_name().to_str().is_some_and(&is_ours),
+                    "{} would be removed, which is no file of a written model: choose another place",
+                    entry.path().display()
+                ),
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::scratch::Scratch;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn are_ours(folder: &Path) -> Result<()> {
+        check_names(folder, |name| name.ends_with(".json"))
+    }
+
+    fn any(_: &Path) -> Result<()> {
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_dropped_leaves_nothing_and_what_is_finished_is_there() {
+        let scratch = Scratch::new();
+        let (file, folder) = (scratch.path().join("a.gguf"), scratch.path().join("b"));
+        for finished in [false, true] {
+            let place = Place::file(&file, Existing::Refuse, any).unwrap();
+            fs::write(place.begun(), "x").unwrap();
+            let other = Place::folder(&folder, Existing::Refuse, are_ours).unwrap();
+            fs::write(other.begun().join("c.json"), "y").unwrap();
+            if finished {
+                place.finish().unwrap();
+                other.finish().unwrap();
+            } else {
+                drop((place, other));
+                assert!(names(scratch.path()).is_empty());
+            }
+        }
+        assert_eq!(
+            (names(scratch.path()), names(&folder)),
+            (vec!["a.gguf".into(), "b".into()], vec!["c.json".into()])
+        );
+    }
+
+    #[test]
+    fn what_is_there_is_replaced_only_when_asked_and_as_a_whole() {
+        let scratch = Scratch::new();
+        let (file, folder) = (scratch.write("a", b"old"), scratch.path().join("b"));
+        fs::create_dir_all(folder.join("1_Pooling")).unwrap();
+        fs::write(folder.join("1_Pooling/config.json"), "old").unwrap();
+        for refused in
+            [Place::file(&file, Existing::Refuse, any), Place::folder(&folder, Existing::Refuse, are_ours)]
+        {
+            assert!(refused.unwrap_err().to_string().contains("there already; --force"));
+        }
+        assert!(
+            Place::file(&folder, Existing::Replace, any).is_err()
+                && Place::folder(&file, Existing::Replace, are_ours).is_err()
+        );
+        let place = Place::file(&file, Existing::Replace, any).unwrap();
+        fs::write(place.begun(), "new").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"old");
+        place.finish().unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"new");
+        Place::folder(&folder, Existing::Replace, are_ours).unwrap().finish().unwrap();
+        assert!(names(&folder).is_empty() && names(scratch.path()) == ["a", "b"]);
+    }
+
+    #[test]
+    fn what_came_while_it_was_written_stays() {
+        let scratch = Scratch::new();
+        let (file, folder) = (scratch.path().join("a"), scratch.path().join("b"));
+        let (one, other) = (
+            Place::file(&file, Existing::Refuse, any).unwrap(),
+            Place::folder(&folder, Existing::Replace, are_ours).unwrap(),
+        );
+        fs::write(one.begun(), "new").unwrap();
+        fs::write(&file, "theirs").unwrap();
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("letter.txt"), "dear").unwrap();
+        assert!(one.finish().unwrap_err().to_string().contains("there already"));
+        assert!(other.finish().unwrap_err().to_string().contains("letter.txt"));
+        assert_eq!(
+            (fs::read(&file).unwrap(), names(&folder)),
+            (b"theirs".to_vec(), vec!["letter.txt".into()])
+        );
+        assert_eq!(names(scratch.path()), ["a", "b"]);
+    }
+
+    /// A folder that was never a model is not removed, whatever was said.
+    #[test]
+    fn what_is_not_ours_is_never_removed() {
+        let scratch = Scratch::new();
+        let folder = scratch.path().join("b");
+        fs::create_dir_all(folder.join("within")).unwrap();
+        fs::write(folder.join("within/letter.txt"), "dear").unwrap();
+        let error = Place::folder(&folder, Existing::Replace, are_ours).unwrap_err().to_string();
+        assert!(error.contains("letter.txt"), "{error}");
+        assert_eq!(
+            (names(scratch.path()), fs::read(folder.join("within/letter.txt")).unwrap()),
+            (vec!["b".into()], b"dear".to_vec())
+        );
+    }
+}

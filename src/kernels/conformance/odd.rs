@@ -1,0 +1,73 @@
+//! Keys and values in groups that are no usual numbers.
+
+use super::Bounds;
+use super::heads::*;
+use super::inputs::*;
+use super::pieces::*;
+use super::rig::*;
+use crate::backend::{Backend, KvTable};
+use crate::batch::Want;
+use crate::quant::QuantType;
+use crate::reference::Reference;
+
+/// Positions, and the one among them with the odd numbers.
+const POSITIONS: usize = 40;
+const ODD: usize = 20;
+const DIM: usize = 72;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+
+/// What every row makes of these, (rows, heads, DIM).
+fn attend<B: Backend>(rig: &mut Rig<B>, ty: QuantType, [k, v]: &[Vec<f32>; 2]) -> Vec<f32> {
+    let (kv_heads, look) = (KV_HEADS, Look::PLAIN);
+    let case = Heads { ty, kv_heads, heads: HEADS, k_dim: DIM, v_dim: DIM, scale: 0.2, look };
+    let mut cache = case.cache(rig);
+    rig.begin(batch_of(&[Piece::given(0, 0, POSITIONS)], Want::None, &mut Book::scattered(32)));
+    let [k, v] = [k, v].map(|numbers| rig.put(numbers));
+    rig.backend.store_kv(KvTable::Own, &k, &v, &mut cache);
+    let (q, n) = (rig.put(&noise(400, POSITIONS * HEADS * DIM)), POSITIONS * HEADS * DIM);
+    let out = case.attend(rig, &q, &cache, n);
+    rig.read(&out, n, format_args!("{case:?}"))
+}
+
+fn usual() -> [Vec<f32>; 2] {
+    [401, 402].map(|tag| noise(tag, POSITIONS * KV_HEADS * DIM))
+}
+
+/// Numbers that are none, or too large, in one head of one position: finite results, and neither other heads nor earlier rows
+/// see any of it.
+pub fn numbers_that_are_none<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let mut rig = Rig::new(make(), limits(32));
+    for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
+        let want = attend(&mut rig, ty, &usual());
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
+            let mut numbers = usual();
+            numbers.iter_mut().for_each(|numbers| numbers[ODD * KV_HEADS * DIM + 7] = odd);
+            let got = attend(&mut rig, ty, &numbers);
+            for (at, (got, want)) in got.chunks(DIM).zip(want.chunks(DIM)).enumerate() {
+                let what = format_args!("{ty}, {odd} at {ODD}: row {}, head {}", at / HEADS, at % HEADS);
+                assert!(got.iter().all(|x| x.is_finite()), "{what}: {got:?}");
+                if at / HEADS < ODD || at % HEADS >= HEADS / KV_HEADS {
+                    same(what, got, want, bounds.company);
+                }
+            }
+        }
+    }
+}
+
+/// Groups of one number again and again, of hardly any, of very small and of very large ones are near the oracle's.
+pub fn groups_of_all_sizes<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
+        for (base, spread) in [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]
+        {
+            let [k, v] = usual();
+            let v: Vec<f32> = v.iter().map(|x| base + x * spread).collect();
+            let numbers = [k, v];
+            let got = attend(&mut Rig::new(make(), limits(32)), ty, &numbers);
+            let want = attend(&mut Rig::new(Reference::new(), limits(32)), ty, &numbers);
+            let magnitude = (base + spread) * (1.0 + 0.2 * DIM as f32);
+            let what = format_args!("{ty}, {base} and up to {spread} around it");
+            close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The files of a model's folder that are not its weights: settings, vocabulary, templates, licences.
+//!
+//! Invariant: they are copied byte for byte.
+
+use super::write;
+use crate::formats::{Folder, SentenceFiles};
+use crate::model::source::OWN_SPEC;
+use anyhow::{Context, Result};
+use std::borrow::Cow;
+use std::path::Path;
+
+/// How names of such files end.
+const ENDINGS: [&str; 6] = [".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"];
+const NAMES: [&str; 4] = ["LICENSE", "LICENCE", "NOTICE", OWN_SPEC];
+
+/// Beside a GGUF file, those that count for it.
+const BESIDE_GGUF: [&str; 6] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tokenizer.bin",
+];
+
+/// Whether a file of that name is one of these.
+pub(super) fn is_setting(name: &str) -> bool {
+    let is_index = name.ends_with(".index.json");
+    let ends = ENDINGS.iter().any(|ending| name.ends_with(ending));
+    !is_index && (ends || NAMES.contains(&name) || BESIDE_GGUF.contains(&name))
+}
+
+/// Names, with the folders within, and contents.
+pub(super) struct Settings(Vec<(String, Cow<'static, [u8]>)>);
+
+impl Settings {
+    /// Those of a hub's folder. A specification that goes before its own takes that one's place.
+    pub(super) fn of_folder(folder: &Folder, spec: Option<&Path>) -> Result<Settings> {
+        let mut names: Vec<String> = folder.names()?.into_iter().filter(|name| is_setting(name)).collect();
+        names.extend(SentenceFiles::pooling_files(folder));
+        names.sort_unstable();
+        names.dedup();
+        let mut settings = Settings::read(folder, names)?;
+        if let Some(spec) = spec {
+            let own = std::fs::read(spec).with_context(|| format!("cannot read {}", spec.display()))?;
+            settings.0.retain(|(name, _)| name != OWN_SPEC);
+            settings.0.push((OWN_SPEC.to_owned(), own.into()));
+        }
+        Ok(settings)
+    }
+
+    /// Those that count for a GGUF file in that folder.
+    pub(super) fn beside_gguf(folder: &Folder) -> Result<Settings> {
+        Settings::read(folder, BESIDE_GGUF.map(str::to_owned).to_vec())
+    }
+
+    /// Those of these that are there.
+    fn read(folder: &Folder, names: Vec<String>) -> Result<Settings> {
+        let mut found = Vec::new();
+        for name in names.into_iter().filter(|name| folder.has(name)) {
+            let content = folder.read_needed(&name)?;
+            found.push((name, content));
+        }
+        Ok(Settings(found))
+    }
+
+    pub(super) fn write(&self, to: &Path) -> Result<()> {
+        for (name, content) in &self.0 {
+            let path = to.join(name);
+            if let Some(folder) = path.parent() {
+                std::fs::create_dir_all(folder)
+                    .with_context(|| format!("cannot write {}", folder.display()))?;
+            }
+            write::whole(&path, content)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,82 @@
+//! Tensors coded and written one after another.
+//!
+//! Invariant: every file that is written has been synced when it is done; an error names it by its final name.
+
+use super::plan::{Plan, Planned};
+use crate::formats::save::SavedFile;
+use crate::model::coding::{self, Rows};
+use crate::model::pieces;
+use anyhow::{Context, Result};
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+/// Numbers that are coded before they are written.
+const NUMBERS_AT_ONCE: usize = 1 << 22;
+
+pub(super) struct Writer<'a> {
+    pub(super) plan: &'a Plan<'a>,
+    pub(super) threads: usize,
+}
+
+impl Writer<'_> {
+    /// Writes a file to `path`, which is called `named` when all is done.
+    pub(super) fn write(&self, file: &SavedFile, path: &Path, named: &Path) -> Result<()> {
+        let context = || format!("cannot write {}", named.display());
+        let mut out = File::create_new(path).with_context(context)?;
+        out.write_all(&file.head).with_context(context)?;
+        for at in &file.tensors {
+            let tensor = self.plan.tensor(*at);
+            self.write_tensor(tensor, &mut out)
+                .with_context(|| format!("tensor '{}'", tensor.saved.name))
+                .with_context(context)?;
+            let bytes = tensor.saved.bytes();
+            let padding = bytes.next_multiple_of(file.alignment) - bytes;
+            out.write_all(&vec![0; padding]).with_context(context)?;
+        }
+        out.sync_all().with_context(context)
+    }
+
+    fn write_tensor(&self, tensor: &Planned, out: &mut File) -> Result<()> {
+        let checkpoint = &self.plan.source().checkpoint;
+        match tensor.turns() {
+            Some(parts) => {
+                for part in parts {
+                    let taken = pieces::take(checkpoint, &part)?;
+                    self.write_rows(tensor, &taken.bytes, out)?;
+                }
+            }
+            None => self.write_rows(tensor, &tensor.stored.bytes(), out)?,
+        }
+        checkpoint.let_go(&tensor.saved.name);
+        Ok(())
+    }
+
+    /// Rows in the tensor's stored format, written in its new one.
+    fn write_rows(&self, tensor: &Planned, bytes: &[u8], out: &mut File) -> Result<()> {
+        let (width, progress) = (tensor.width(), &self.plan.source().progress);
+        let row = tensor.ty.bytes(width).context("rows are whole blocks; this is a bug")?;
+        let rows = (NUMBERS_AT_ONCE / width.max(1)).max(1);
+        for bytes in bytes.chunks((rows * row).max(1)) {
+            match tensor.saved.ty == tensor.ty {
+                true => out.write_all(bytes)?,
+                false => {
+                    let rows = Rows { ty: tensor.ty, width, bytes };
+                    out.write_all(&coding::coded(rows, tensor.saved.ty, self.threads)?)?;
+                }
+            }
+            progress.advance(bytes.len())?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a file whose content is at hand.
+pub(super) fn whole(path: &Path, content: &[u8]) -> Result<()> {
+    let write = || {
+        let mut out = File::create_new(path)?;
+        out.write_all(content)?;
+        out.sync_all()
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}

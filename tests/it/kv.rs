@@ -1,0 +1,159 @@
+//! Keys and values in groups, and drawn tokens that take the values of some of their past: what that costs, and that company
+//! changes nothing.
+
+use crate::common::{Outcome, all_home, complete, complete_all, config, mainstem};
+use crate::weights::{apart, requests, texts};
+use mainstem::cli::start;
+use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::{ModelRef, ModelSource, Shard};
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::{
+    Flow, Inputs, KvTable, QuantType, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+};
+use std::path::Path;
+
+/// Of the demo model: one after another with whole prompts, or all together with prompts in pieces.
+async fn answers(kv_type: &str, share: f64, together: bool) -> Vec<Outcome> {
+    let (slots, budget) = if together { (4, 24) } else { (1, 512) };
+    let settings = [
+        ("kv.type", kv_type.into()),
+        ("kv.attended_share", share.into()),
+        ("scheduler.slots", slots.into()),
+        ("scheduler.token_budget", budget.into()),
+    ];
+    let engine = start::engine(&config(Path::new(""), &settings)).await.expect("the demo model loads");
+    let answers = if together {
+        complete_all(&engine, requests()).await
+    } else {
+        let mut answers = Vec::new();
+        for request in requests() {
+            answers.push(complete(&engine, request).await);
+        }
+        answers
+    };
+    all_home(&engine, slots as usize).await;
+    engine.stop();
+    answers
+}
+
+#[actix::test]
+async fn alone_and_in_company_answers_have_the_same_bits_in_every_cache() {
+    for (kv_type, share) in [("q8", 1.0), ("q4", 1.0), ("f16", 0.2), ("q4", 0.2)] {
+        let [alone, together] = [false, true].map(|together| answers(kv_type, share, together));
+        let (alone, together) = (alone.await, together.await);
+        for (number, (alone, together)) in alone.iter().zip(&together).enumerate() {
+            assert_eq!(
+                (&alone.tokens, &alone.prompt),
+                (&together.tokens, &together.prompt),
+                "{kv_type}, a share of {share}, request {number}"
+            );
+        }
+    }
+}
+
+const POSITIONS: usize = 128;
+const PAGE_POSITIONS: usize = 32;
+
+/// The demo model, with room for some texts.
+fn demo(texts: usize, ty: QuantType, attended: Share) -> impl Executor {
+    let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
+    let limits = StepLimits {
+        slots: texts,
+        rows: texts,
+        logit_rows: texts,
+        positions: POSITIONS,
+        source_positions: 0,
+        page_positions: PAGE_POSITIONS,
+        top_logprobs: 0,
+        biases: 1,
+        vocab: source.spec.vocab,
+        hidden: 0,
+        attended,
+    };
+    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Plain });
+    let kv = KvPlan { ty, pages: 1 + texts * (POSITIONS / PAGE_POSITIONS) };
+    let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
+    ModelExecutor::new(cpu, &source, &whole, kv, limits).expect("there is room")
+}
+
+/// A text's next token is drawn, and no other can be: the token at `at`, and what is to follow it.
+fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
+    let tokens = match at {
+        0 => SpanTokens::Given { at: batch.tokens.len() as u32, len: 1 },
+        _ => SpanTokens::Last,
+    };
+    if at == 0 {
+        batch.tokens.push(text[0]);
+        let pages = (POSITIONS / PAGE_POSITIONS) as u32;
+        let entry = |index| {
+            let page = 1 + slot as u32 * pages + index;
+            TableUpdate { slot: slot as u32, table: KvTable::Own, index, page }
+        };
+        batch.tables.extend((0..pages).map(entry));
+    }
+    batch.spans.push(Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot: slot as u32,
+        start: at as u32,
+        tokens,
+        table: SpanTable::Own,
+        reserved: POSITIONS as u32,
+        source: 0,
+        want: Want::Last,
+    });
+    let bias_at = batch.biases.len() as u32;
+    batch.biases.push((text[at + 1], 1e9));
+    let row = SampleRow { logprob: true, position: at as u32 + 1, ..SampleRow::GREEDY };
+    batch.samples.push(SampleRow { bias_at, bias_len: 1, ..row });
+}
+
+/// Log-probabilities of the texts' tokens but the first, text by text, when each is drawn.
+fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
+    let mut model = demo(texts.len(), ty, attended);
+    let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
+    let mut told = vec![Vec::new(); texts.len()];
+    for at in 0..texts.iter().map(Vec::len).max().expect("there are texts") - 1 {
+        let going: Vec<usize> = (0..texts.len()).filter(|slot| at + 1 < texts[*slot].len()).collect();
+        batch.clear();
+        batch.step += 1;
+        going.iter().for_each(|slot| draw_next(&mut batch, *slot, &texts[*slot], at));
+        model.run(&batch, Flow::default(), &mut out).expect("it runs");
+        for (slot, row) in going.iter().zip(&out.rows) {
+            assert_eq!(row.token, texts[*slot][at + 1], "there is no choice");
+            told[*slot].push(row.logprob);
+        }
+    }
+    told
+}
+
+/// More bits are nearer, and so is a larger share; all is exact. docs/quantization.md has these figures.
+#[actix::test]
+async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
+    let texts = texts().await;
+    let told = |ty, share: f64| told(&texts, ty, Share::new(share).expect("a share")).concat();
+    let exact = told(QuantType::F32, 1.0);
+    let costs = |ty, share| apart(&exact, &told(ty, share));
+    let by_type = [QuantType::F16, QuantType::Q8_0, QuantType::G4_B64].map(|ty| costs(ty, 1.0));
+    let by_share = [0.8, 0.5, 0.2, 0.1].map(|share| costs(QuantType::F32, share));
+    let figures = format!("by type {by_type:?}, by share {by_share:?}");
+    assert!(by_type.is_sorted() && by_type[1] < 0.0005 && by_type[2] < 0.005, "{figures}");
+    assert!(by_type[1] < 0.5 * by_type[2], "{figures}");
+    assert!(by_share.is_sorted() && by_share[0] > 0.0 && by_share[1] < 0.03, "{figures}");
+}
+
+/// A device that did not draw a token itself is told that it was drawn.
+#[test]
+fn every_stage_takes_the_part_of_the_past_that_one_device_takes() {
+    let told = |share: &str, more: &[&str]| {
+        let story = ["run", "demo", "Once upon a time", "--raw", "--temperature", "0", "--max-tokens", "50"];
+        let output = mainstem().args(story).args(["--attended-share", share]).args(more).output();
+        let output = output.expect("the program starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("the answer is text")
+    };
+    let alone = told("0.1", &[]);
+    assert_ne!(alone, told("1", &[]), "so little of the past makes another story");
+    assert_eq!(alone, told("0.1", &["--devices", "0;1"]));
+}
