@@ -5,8 +5,24 @@ use super::sequence::{Key, Sequence};
 use super::stream::{TokenStream, channel};
 use crate::request::Request;
 use actix::{Actor, Context, Handler, Message, Recipient};
+use mainstem_kernels::{Share, StepLimits};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+/// Those of the smallest device that a test can ask for.
+pub const LIMITS: StepLimits = StepLimits {
+    slots: 1,
+    rows: 4,
+    logit_rows: 1,
+    positions: 9,
+    source_positions: 0,
+    page_positions: 32,
+    top_logprobs: 0,
+    biases: 0,
+    vocab: 9,
+    hidden: 0,
+    attended: Share::ALL,
+};
 
 /// Nothing a test waits for takes this long; whoever waits longer has found a hang.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -6,7 +6,7 @@ mod text;
 
 use super::flags::{KV_TYPES, PartitionFlags};
 use super::spinner::{self, Spinner};
-use super::start;
+use super::{print, start};
 use crate::actors::Conventions;
 use crate::actors::conventions::endpoints;
 use crate::actors::engine::{EngineSetup, available_memory};
@@ -26,7 +26,6 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
-use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "Examples:
@@ -113,11 +112,7 @@ pub fn run(args: InspectArgs) -> Result<()> {
         false if output.tensors => text::whole(&inspection),
         false => text::summary(&inspection),
     };
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("cannot write the answer"),
-    }
+    print("answer", &text)
 }
 
 /// All there is to say of a model. Its field names are the keys of the JSON form.

@@ -23,11 +23,24 @@ pub mod plan;
 pub mod quantize;
 
 use crate::config::{ConfigError, Source};
+use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 const USAGE: u8 = 2;
 const FAILURE: u8 = 1;
+
+/// What a shell gives for a program that a SIGINT ended.
+const INTERRUPTED: u8 = 130;
+
+/// Writes `what` a command has to tell to standard output. Whoever reads no further has seen enough.
+fn print(what: &str, text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.with_context(|| format!("cannot write the {what}")),
+    }
+}
 
 /// Serves transformer models: one fused decode loop for all live requests.
 #[derive(Parser)]

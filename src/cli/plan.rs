@@ -9,7 +9,7 @@ mod table;
 use super::escape::one_line;
 use super::flags::PartitionFlags;
 use super::start::measure;
-use super::{spinner, start};
+use super::{print, spinner, start};
 use crate::config::{
     Config, ConfigError, DeviceConfig, DeviceName, Overrides, Source, bytes_of, duration_of, spelled,
 };
@@ -17,10 +17,9 @@ use crate::planner::hardware::v100x4;
 use crate::planner::strategies::{Strategy, strategies};
 use crate::planner::{Device, Forecast, Hardware, Link, Load, Place, Refusal, forecast, split};
 use crate::telemetry;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use subject::Subject;
 
@@ -85,11 +84,7 @@ pub fn run(args: PlanArgs) -> Result<()> {
         true => serde_json::to_string_pretty(&plan)? + "\n",
         false => table::text(&plan),
     };
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("cannot write the plan"),
-    }
+    print("plan", &text)
 }
 
 /// What is planned, beside what the configuration says.

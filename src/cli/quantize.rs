@@ -6,6 +6,7 @@
 use super::escape::one_line;
 use super::spinner::{self, Spinner};
 use super::start;
+use super::{INTERRUPTED, print};
 use crate::config::{Config, ConfigError, Overrides, Source};
 use crate::formats::save::Existing;
 use crate::model::quantize::{self, Format, Part, Target};
@@ -15,16 +16,12 @@ use anyhow::{Context, Result};
 use clap::{Args, ValueEnum, ValueHint};
 use indicatif::HumanBytes;
 use std::fmt::Write as _;
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
-
-/// Ctrl-C or SIGTERM ended what was asked.
-const INTERRUPTED: u8 = 130;
 
 /// Write a model with its matrices in other number formats.
 ///
@@ -84,7 +81,9 @@ pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
         until_stopped(move || quantize::quantize(&source, &target), || progress.stop())?
     };
     match written {
-        Some(parts) => tell(&summary(&target.path, &parts, begun.elapsed())).map(|()| ExitCode::SUCCESS),
+        Some(parts) => {
+            print("summary", &summary(&target.path, &parts, begun.elapsed())).map(|()| ExitCode::SUCCESS)
+        }
         None => Ok(ExitCode::from(INTERRUPTED)),
     }
 }
@@ -146,14 +145,6 @@ fn until_stopped<T: Send + 'static>(
             Ok(Err(_)) | Err(_) => Ok(None),
         }
     })
-}
-
-fn tell(text: &str) -> Result<()> {
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("cannot write the summary"),
-    }
 }
 
 /// A line for each number format, one for all, and the place.

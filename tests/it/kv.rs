@@ -1,8 +1,8 @@
 //! Keys and values in groups, and drawn tokens that take the values of some of their past: what that costs, and that company
 //! changes nothing.
 
-use crate::common::{Outcome, all_home, complete, complete_all, config, mainstem};
-use crate::weights::{apart, requests, texts};
+use crate::common::{Outcome, config, mainstem};
+use crate::weights::{answers_of, apart, texts};
 use mainstem::cli::start;
 use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource, Shard};
@@ -23,18 +23,7 @@ async fn answers(kv_type: &str, share: f64, together: bool) -> Vec<Outcome> {
         ("scheduler.token_budget", budget.into()),
     ];
     let engine = start::engine(&config(Path::new(""), &settings)).await.expect("the demo model loads");
-    let answers = if together {
-        complete_all(&engine, requests()).await
-    } else {
-        let mut answers = Vec::new();
-        for request in requests() {
-            answers.push(complete(&engine, request).await);
-        }
-        answers
-    };
-    all_home(&engine, slots as usize).await;
-    engine.stop();
-    answers
+    answers_of(engine, slots as usize, together).await
 }
 
 #[actix::test]

@@ -38,7 +38,11 @@ async fn demo(weights: &str, activations: &str, slots: i64, budget: i64) -> Engi
 /// One after another with whole prompts, or all together with prompts in pieces.
 async fn answers(weights: &str, together: bool) -> Vec<Outcome> {
     let (slots, budget) = if together { (4, 24) } else { (1, 512) };
-    let engine = demo(weights, "fast", slots, budget).await;
+    answers_of(demo(weights, "fast", slots, budget).await, slots as usize, together).await
+}
+
+/// To all requests, together or one after another, of an engine with so many slots, which is stopped then.
+pub async fn answers_of(engine: Engine, slots: usize, together: bool) -> Vec<Outcome> {
     let answers = if together {
         complete_all(&engine, requests()).await
     } else {
@@ -48,7 +52,7 @@ async fn answers(weights: &str, together: bool) -> Vec<Outcome> {
         }
         answers
     };
-    all_home(&engine, slots as usize).await;
+    all_home(&engine, slots).await;
     engine.stop();
     answers
 }

@@ -97,23 +97,11 @@ impl Link for Local {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::Share;
+    use crate::actors::testing::LIMITS;
 
     fn link() -> (Box<dyn Link>, [Arc<Mailbox>; 2], StepLimits) {
         let boxes = [(); 2].map(|()| Arc::new(Mailbox::new(2)));
-        let limits = StepLimits {
-            slots: 1,
-            rows: 4,
-            logit_rows: 1,
-            positions: 9,
-            source_positions: 0,
-            page_positions: 32,
-            top_logprobs: 0,
-            biases: 0,
-            vocab: 9,
-            hidden: 0,
-            attended: Share::ALL,
-        };
+        let limits = LIMITS;
         let posts = boxes.iter().map(|mailbox| Post::new(mailbox.clone(), 7)).collect();
         (local(posts, Room { limits, width: 2, steps: 2 }), boxes, limits)
     }

@@ -152,21 +152,7 @@ impl Pending {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::Share;
-
-    const LIMITS: StepLimits = StepLimits {
-        slots: 1,
-        rows: 4,
-        logit_rows: 1,
-        positions: 9,
-        source_positions: 0,
-        page_positions: 32,
-        top_logprobs: 0,
-        biases: 0,
-        vocab: 9,
-        hidden: 0,
-        attended: Share::ALL,
-    };
+    use crate::actors::testing::LIMITS;
 
     fn sent(steps: &mut Steps) -> oneshot::Receiver<Ran> {
         let (answer, answered) = oneshot::channel();

@@ -52,6 +52,10 @@ pub async fn measure(
         DeviceKind::Fake { .. } => None,
     };
     let mut machine = ceilings::Measured::new(&config.device)?;
+    if machine.is_none() && config.device.groups[0][0].kind == DeviceKind::Cpu {
+        let told = "no share of the limit: it is measured beside one CPU device, with 2 GiB of memory free";
+        report.notes.push(told.to_owned());
+    }
     let mut prompts = Prompts::new(&source, &tokenizer);
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");

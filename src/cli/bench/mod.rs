@@ -15,8 +15,8 @@ pub(super) mod report;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::plan::with_several;
-use super::spinner;
 use super::start::together;
+use super::{INTERRUPTED, spinner};
 use crate::actors::device::Factory;
 use crate::actors::{Engine, EngineSetup, engine};
 use crate::config::{Config, ConfigError, Overrides, Source};
@@ -37,9 +37,6 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::select;
-
-/// What a shell gives for a program that a SIGINT ended.
-const INTERRUPTED: u8 = 130;
 
 /// Slots of the fake device, unless somebody says.
 const FAKE_SLOTS: i64 = 256;

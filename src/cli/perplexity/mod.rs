@@ -10,7 +10,7 @@ mod report;
 mod subject;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
-use super::spinner;
+use super::{INTERRUPTED, print, spinner};
 use crate::config::{Config, ConfigError, Overrides, Source};
 use crate::model::weights::Weights;
 use crate::telemetry;
@@ -23,14 +23,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use mainstem_kernels::QuantType;
 use reader::Reader;
 use report::Report;
-use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use subject::{Reference, Subject};
 use tokio::select;
-
-/// What a shell gives for a program that a SIGINT ended.
-const INTERRUPTED: u8 = 130;
 
 /// Measure perplexity on a text, and the distance to the same model in other number formats.
 ///
@@ -108,11 +104,7 @@ pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
     telemetry::start_log(&config.log, || spinner::Stderr);
     let report = System::new().block_on(measured(&asked, config))?;
     let text = if asked.json { report.json() } else { report.table() };
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
-        written => written.context("cannot write the report")?,
-    }
+    print("report", &text)?;
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 

@@ -25,7 +25,7 @@ pub mod terminal;
 
 pub use args::RunArgs;
 
-use super::{escape, spinner, start};
+use super::{INTERRUPTED, escape, spinner, start};
 use crate::actors::{Kind, ModelInfo};
 use crate::server::{Local, ServeParts};
 use crate::telemetry;
@@ -39,9 +39,6 @@ use std::io;
 use std::process::ExitCode;
 use terminal::{Form, Interrupts, Output, Terminal};
 use transport::Transport;
-
-/// What a shell reports of a program that Ctrl-C has ended.
-const INTERRUPTED: u8 = 130;
 
 /// Answers the prompt or chats. The exit code is 130 where Ctrl-C cut an answer short; there is an error when
 /// no answer came, or not all of it.

@@ -88,6 +88,20 @@ fn fused_instruction_sets_have_the_same_bits() {
     assert!(fingerprint(&make(Isa::Avx512F)) == fingerprint(&make(Isa::Avx2)));
 }
 
+#[test]
+fn no_rows_give_nothing_and_do_no_harm() {
+    for isa in Isa::ALL {
+        let Some(mut cpu) = backend(isa, 2) else { continue };
+        cpu.prepare(&limits(1, 1)).unwrap();
+        for ty in few_types().chain([QuantType::BF16]) {
+            let w = cpu.upload_weight(ty, 64, 256, &vec![0; ty.bytes(64 * 256).unwrap()]).unwrap();
+            let mut y = f32_buf(&[7.0; 64]);
+            cpu.matmul(0, &w, None, &f32_buf(&[1.0; 256]), &mut y);
+            assert!(y.f32().iter().all(|y| *y == 7.0), "{isa:?} {ty}");
+        }
+    }
+}
+
 /// Even and odd products of 32 columns are summed apart, then together: what AMX does, and what makes one row's bits those of many.
 #[test]
 fn amx_sums_products_of_bf16_in_its_order() {

@@ -293,21 +293,7 @@ fn is_over(until: Option<Instant>) -> bool {
 mod tests {
     use super::*;
     use crate::actors::group::GroupConfig;
-    use mainstem_kernels::{Share, StepLimits};
-
-    const LIMITS: StepLimits = StepLimits {
-        slots: 1,
-        rows: 4,
-        logit_rows: 1,
-        positions: 9,
-        source_positions: 0,
-        page_positions: 32,
-        top_logprobs: 0,
-        biases: 0,
-        vocab: 9,
-        hidden: 0,
-        attended: Share::ALL,
-    };
+    use crate::actors::testing::LIMITS;
 
     /// A device whose thread has been told to drop what it has, and is to be given up for not doing so.
     fn given_up(hub: &Hub) -> Place {
