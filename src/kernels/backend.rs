@@ -12,11 +12,15 @@ mod attention;
 
 mod limits;
 
+mod products;
+
 pub use attention::{AttentionShape, DistanceBias, KvLayer, KvLayout, KvTable, Mask};
 pub use blocks::{
     Activation, Expert, MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, Weight,
 };
 pub use limits::{Share, StepLimits};
+pub(crate) use products::one_by_one;
+pub use products::{Factor, Product, To};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
@@ -115,6 +119,13 @@ pub trait Backend: Send + 'static {
         x: &Self::Buf,
         y: &mut Self::Buf,
     );
+
+    /// Products of the same rows with several weights, each as [`Backend::matmul`] gives it, of what [`Backend::norm`] or
+    /// [`Backend::activate`] makes of the rows where that is asked for. A device may leave out the passes over memory between
+    /// these, and take the rows to codes once for all.
+    fn products(&mut self, rows: usize, factor: Factor<Self::Buf>, products: &mut [Product<Self::Buf>]) {
+        one_by_one(self, rows, factor, products);
+    }
 
     /// y = norm(x), both (rows, width).
     fn norm(&mut self, rows: usize, norm: &Norm<Self::Buf>, x: &Self::Buf, y: &mut Self::Buf);

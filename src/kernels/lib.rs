@@ -25,8 +25,9 @@ pub mod cpu;
 pub mod conformance;
 
 pub use backend::{
-    Activation, AttentionShape, Backend, DeviceError, DistanceBias, Expert, KvLayer, KvLayout, KvTable, Mask,
-    MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, Share, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, DistanceBias, Expert, Factor, KvLayer, KvLayout,
+    KvTable, Mask, MoeShape, Norm, NormKind, Product, Rope, RopeStretch, RopeStyle, Scoring, Share,
+    StepLimits, To, Weight,
 };
 pub use batch::{
     Carried, Flow, PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanStack,

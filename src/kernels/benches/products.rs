@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p mainstem-kernels --bench products [-- NAME...]` measures the formats named, or the fast ones. The weights are
 //! larger than any cache, so one row is a matter of memory; of many rows it is one of arithmetic. Medians; `THREADS=n` sets
-//! the threads.
+//! the threads, `ROWS=1,32` the rows.
 //! Invariant: every format multiplies the same shapes.
 
 use mainstem_kernels::conformance::noise;
@@ -14,7 +14,8 @@ use std::time::Instant;
 const SHAPE: (usize, usize) = (5632, 2048);
 /// Bytes of all matrices of a format together.
 const BYTES: usize = 400 << 20;
-const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 32, 512];
+const ROWS: &str = "1,2,4,8,16,32,512";
+const ROWS_MAX: usize = 512;
 const TIMES: usize = 7;
 
 fn main() {
@@ -27,21 +28,25 @@ fn main() {
         false => named.iter().map(|name| QuantType::by_name(name).expect("a format's name")).collect(),
     };
     let threads = std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(2);
+    let rows = std::env::var("ROWS").unwrap_or_else(|_| ROWS.into());
+    let rows: Vec<usize> = rows.split(',').map(|rows| rows.parse().expect("a number of rows")).collect();
+    assert!(rows.iter().all(|rows| *rows <= ROWS_MAX), "at most {ROWS_MAX} rows");
     let mut cpu =
         CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU");
     cpu.prepare(&limits()).expect("room for a step");
     println!("{}; {} x {} matrices", cpu.describe(), SHAPE.0, SHAPE.1);
-    println!("{:<10} {:>9} {}", "", "1 row", ROWS.map(|rows| format!("{rows:>8}")).join(""));
-    println!("{:<10} {:>9} {}", "", "GB/s", ROWS.map(|_| format!("{:>8}", "Gop/s")).join(""));
+    let each = |column: &dyn Fn(&usize) -> String| rows.iter().map(column).collect::<String>();
+    println!("{:<10} {:>9} {}", "", "1 row", each(&|rows| format!("{rows:>8}")));
+    println!("{:<10} {:>9} {}", "", "GB/s", each(&|_| format!("{:>8}", "Gop/s")));
     for ty in types {
-        measure(&mut cpu, ty);
+        measure(&mut cpu, ty, &rows);
     }
 }
 
 fn limits() -> StepLimits {
     StepLimits {
         slots: 1,
-        rows: 512,
+        rows: ROWS_MAX,
         logit_rows: 1,
         positions: 32,
         source_positions: 0,
@@ -54,19 +59,19 @@ fn limits() -> StepLimits {
     }
 }
 
-fn measure(cpu: &mut CpuBackend, ty: QuantType) {
+fn measure(cpu: &mut CpuBackend, ty: QuantType, rows: &[usize]) {
     let (out, inp) = SHAPE;
     let mut codes = vec![0; ty.bytes(out * inp).expect("whole blocks")];
     ty.quantize(&noise(1, out * inp), &mut codes);
     let count = BYTES / codes.len();
     let weights: Vec<Weight<HostBuf>> =
         (0..count).map(|_| cpu.upload_weight(ty, out, inp, &codes).expect("room for weights")).collect();
-    let mut x = cpu.alloc(512 * inp * 4).expect("room");
-    x.f32_mut().copy_from_slice(&noise(2, 512 * inp));
-    let mut y = cpu.alloc(512 * out * 4).expect("room");
+    let mut x = cpu.alloc(ROWS_MAX * inp * 4).expect("room");
+    x.f32_mut().copy_from_slice(&noise(2, ROWS_MAX * inp));
+    let mut y = cpu.alloc(ROWS_MAX * out * 4).expect("room");
     let mut line = String::new();
     let mut speed = 0.0;
-    for rows in ROWS {
+    for &rows in rows {
         // As many matrices as take some tenths of a second.
         let some = if rows <= 32 { &weights[..] } else { &weights[..4] };
         let mut times: Vec<f64> = (0..TIMES)

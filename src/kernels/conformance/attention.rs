@@ -24,7 +24,7 @@ pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let third = head_cases().enumerate().filter(|(i, _)| (i + i / 3 + shift).is_multiple_of(3));
         for (_, case) in third {
             let got = case.on(device, &turns, Book::scattered(page_positions));
-            let want = case.on(oracle, &turns, Book::scattered(page_positions));
+            let want = case.of_oracle(oracle, &turns, Book::scattered(page_positions));
             case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);
         }
     }
@@ -45,7 +45,7 @@ pub fn attention_looks<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             for ty in QuantType::cached() {
                 let case = Heads { ty, kv_heads, heads, k_dim, v_dim, scale: 0.7, look };
                 let got = case.on(device, &turns, Book::scattered(page_positions));
-                let want = case.on(oracle, &turns, Book::scattered(page_positions));
+                let want = case.of_oracle(oracle, &turns, Book::scattered(page_positions));
                 assert_eq!(got.len(), want.len(), "{case:?}: rows");
                 case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);
             }
@@ -86,7 +86,7 @@ pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 
 fn long<B: Backend>(case: &Heads, make: &impl Fn() -> B, bounds: &Bounds) {
     let mut oracle = Rig::new(Reference::new(), limits(64));
-    let want = case.on(&mut oracle, &chunks(450, 150), Book::scattered(64));
+    let want = case.of_oracle(&mut oracle, &chunks(450, 150), Book::scattered(64));
     let mut first: Option<Answers> = None;
     for (page_positions, chunk) in [(32, 150), (64, 90), (128, 64), (64, 17), (32, 1)] {
         let mut device = Rig::new(make(), limits(page_positions));
@@ -104,7 +104,7 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let case = Heads { ty, kv_heads: 2, heads: 2, k_dim: 64, v_dim: 64, scale: 0.5, look };
         let turns = [vec![Piece::given(0, 0, 64)], vec![Piece::last(0, 64)]];
         let (device, oracle) = &mut rigs(make, 32);
-        let want = case.on(oracle, &turns, Book::contiguous(32));
+        let want = case.of_oracle(oracle, &turns, Book::contiguous(32));
 
         let mut cache = case.cache(device);
         let mut book = Book::contiguous(32);

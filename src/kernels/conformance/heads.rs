@@ -1,13 +1,16 @@
 //! One attention operation for the tests: its heads, and its look.
 
 use super::Bounds;
+use super::answers::ROWS;
 use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
 use crate::backend::{AttentionShape, Backend, DistanceBias, KvLayer, KvLayout, KvTable, Mask};
 use crate::batch::{SpanStack, Want};
 use crate::quant::QuantType;
+use crate::reference::Reference;
 use std::fmt::Arguments;
+use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
@@ -69,7 +72,18 @@ impl Heads {
         answers
     }
 
-    /// One step. K, V and Q of a row follow from its sequence and position alone.
+    /// The same of the oracle.
+    pub(super) fn of_oracle(
+        &self,
+        oracle: &mut Rig<Reference>,
+        turns: &[Vec<Piece>],
+        book: Book,
+    ) -> Arc<Answers> {
+        let question = oracle.question((self, turns, &book));
+        ROWS.get(question, || self.on(oracle, turns, book))
+    }
+
+    /// One step. K, V and Q of a row follow from its sequence and position alone. Nobody looks in a step that only stores.
     pub(super) fn turn<B: Backend>(
         &self,
         rig: &mut Rig<B>,
@@ -85,6 +99,9 @@ impl Heads {
         }
         let (stored, looking) = self.look.stacks();
         self.store(rig, self.look.table, stored, pieces, cache);
+        if pieces.iter().all(|piece| matches!(piece.kind, Kind::Stored | Kind::Poison)) {
+            return;
+        }
         let rows = rows_of(pieces, looking);
         assert_eq!(rig.backend.select(looking), rows.len(), "rows of the {looking:?}");
         let q = rig.put(&input(100_002, &rows, self.heads * self.k_dim));
@@ -104,8 +121,14 @@ impl Heads {
     ) {
         let rows = rows_of(pieces, stack);
         assert_eq!(rig.backend.select(stack), rows.len(), "rows of the {stack:?}");
-        let k = rig.put(&input(100_000, &rows, self.kv_heads * self.k_dim));
-        let v = rig.put(&input(100_001, &rows, self.kv_heads * self.v_dim));
+        let is_poison = pieces.iter().any(|piece| piece.kind == Kind::Poison);
+        let [k, v] = [(100_000, self.k_dim), (100_001, self.v_dim)].map(|(tag, dim)| {
+            let mut numbers = input(tag, &rows, self.kv_heads * dim);
+            if is_poison {
+                numbers.fill(f32::NAN);
+            }
+            rig.put(&numbers)
+        });
         rig.backend.store_kv(table, &k, &v, cache);
     }
 

@@ -1,6 +1,7 @@
 //! Sizes, pseudo-random inputs, and comparisons that name what differs.
 
 use super::Bounds;
+use super::answers::CODES;
 use super::rig::Answers;
 use crate::backend::{Share, StepLimits};
 use crate::quant::QuantType;
@@ -13,6 +14,9 @@ pub(super) const HEAD_DIMS: [usize; 6] = [8, 10, 12, 64, 80, 128];
 pub(super) const KV_HEADS: [usize; 3] = [1, 2, 3];
 pub(super) const GROUPS: [usize; 3] = [1, 2, 8];
 pub(super) const PAGE_POSITIONS: [usize; 3] = [32, 64, 128];
+/// The sequence with a long source.
+pub(super) const LONG_SOURCE: u32 = 4;
+pub(super) const LONG_SOURCE_LEN: usize = 1100;
 /// Pages of every test's pool, the sink included.
 pub(super) const POOL: usize = 64;
 
@@ -39,7 +43,7 @@ pub(super) fn reserved(sequence: u32) -> usize {
 
 /// Tokens of a sequence's source.
 pub(super) fn source_len(sequence: u32) -> usize {
-    [45, 70, 0, 33][sequence as usize % 4]
+    if sequence == LONG_SOURCE { LONG_SOURCE_LEN } else { [45, 70, 0, 33][sequence as usize % 4] }
 }
 
 /// The token of a sequence at a position; below every test's vocabulary.
@@ -80,6 +84,14 @@ pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {
 
 /// The values' codes. Of a format that is only read, any codes, of numbers no larger than the values.
 pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
+    if !ty.is_blocked() {
+        return make_codes(ty, values);
+    }
+    let bits = values.iter().map(|value| value.to_bits()).collect();
+    CODES.get((ty, bits), || make_codes(ty, values)).to_vec()
+}
+
+fn make_codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; ty.bytes(values.len()).expect("the suite's sizes are whole blocks")];
     match ty.row().quantize {
         Some(quantize) => quantize(values, &mut bytes),

@@ -1,10 +1,13 @@
 //! Matrix products against the oracle, and against themselves in other company.
 
 use super::Bounds;
+use super::answers::NUMBERS;
 use super::inputs::*;
 use super::rig::*;
 use crate::backend::Backend;
 use crate::quant::QuantType;
+use crate::reference::Reference;
+use std::sync::Arc;
 
 /// Products of every weight type at odd sizes, with and without bias, and with a long inner dimension.
 pub fn matmul<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
@@ -14,7 +17,7 @@ pub fn matmul<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let long = [(9, whole(ty, 4100)), (700, whole(ty, 65))];
         for (shape, (out, inp)) in square.chain(long).enumerate() {
             let whole = Product::new(ty, 64, out, inp, (shape + ty as usize).is_multiple_of(2));
-            let (want, magnitudes) = (whole.on(oracle), whole.magnitudes().on(oracle));
+            let (want, magnitudes) = (whole.of_oracle(oracle), whole.magnitudes_of(oracle));
             for rows in ROWS {
                 let case = whole.rows(64 - rows, rows);
                 let (got, first) = (case.on(device), (64 - rows) * out);
@@ -77,6 +80,15 @@ impl Product {
         let abs = |values: &[f32]| -> Vec<f32> { values.iter().map(|v| v.abs()).collect() };
         let codes = codes(QuantType::F32, &abs(&weights));
         Product { ty: QuantType::F32, codes, bias: self.bias.as_deref().map(abs), x: abs(&self.x), ..*self }
+    }
+
+    fn of_oracle(&self, oracle: &mut Rig<Reference>) -> Arc<Vec<f32>> {
+        NUMBERS.get(oracle.question(format_args!("{self}")), || self.on(oracle))
+    }
+
+    fn magnitudes_of(&self, oracle: &mut Rig<Reference>) -> Arc<Vec<f32>> {
+        let question = oracle.question(format_args!("magnitudes of {self}"));
+        NUMBERS.get(question, || self.magnitudes().on(oracle))
     }
 
     fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {

@@ -9,10 +9,13 @@ mod inputs;
 mod pieces;
 mod rig;
 
+mod answers;
+
 mod elementwise;
 mod matmul;
 mod moe;
 mod norm;
+mod products;
 mod rope;
 mod stage;
 mod state;
@@ -21,6 +24,7 @@ mod attention;
 mod heads;
 mod odd;
 mod sparse;
+mod splits;
 
 mod sampling;
 
@@ -35,10 +39,14 @@ pub use matmul::{matmul, matmul_company};
 pub use moe::{moe, moe_company, moe_parts, moe_preparation};
 pub use norm::norm;
 pub use odd::{groups_of_all_sizes, numbers_that_are_none};
+pub use products::products;
 pub use properties::{chunking, company, moves, paging, stale_pages, wants};
 pub use rope::{angles, rope};
 pub use sampling::sample;
 pub use sparse::{attention_of_some, unchosen_values};
+pub use splits::{
+    attention_over_splits, infinitely_small_scores, sources_over_splits, split_bits, unseen_splits,
+};
 pub use stage::{columns, stage_gathers, stage_given_up, stage_sums};
 pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
 
@@ -74,6 +82,8 @@ impl Bounds {
 
 /// Runs the whole suite.
 pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
+    // One type for every way of making a backend: the suite is compiled once for each backend.
+    let make: &(dyn Fn() -> B + Sync) = &make;
     let (make, bounds) = (&make, &bounds);
     buffers(make);
     slot_state(make);
@@ -94,6 +104,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     rope(make, bounds);
     matmul(make, bounds);
     matmul_company(make, bounds);
+    products(make, bounds);
     moe(make, bounds);
     moe_company(make, bounds);
     moe_preparation(make, bounds);
@@ -102,6 +113,10 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     attention_looks(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
+    attention_over_splits(make, bounds);
+    sources_over_splits(make, bounds);
+    unseen_splits(make, bounds);
+    infinitely_small_scores(make, bounds);
     attention_of_some(make, bounds);
     unchosen_values(make, bounds);
     numbers_that_are_none(make, bounds);
@@ -147,6 +162,9 @@ mod tests {
         run(Reference::new, Bounds { elementwise: 0.0, ..Bounds::F32_FIXED_ORDER });
     }
 
+    /// A way of making a backend. There is one type of it, so that the suite is compiled once.
+    type Make<'a> = &'a (dyn Fn() -> CpuBackend + Sync);
+
     fn new(isa: Isa, threads: usize) -> Result<CpuBackend, DeviceError> {
         CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
     }
@@ -167,11 +185,12 @@ mod tests {
             return;
         }
         for threads in [1, 2] {
-            let make = || new(isa, threads).expect("this machine has the instruction set");
+            let make: Make = &|| new(isa, threads).expect("this machine has the instruction set");
             embed(&make);
             embed_positions(&make);
             matmul(&make, &Bounds::F32_FIXED_ORDER);
             matmul_company(&make, &Bounds::F32_FIXED_ORDER);
+            products(&make, &Bounds::F32_FIXED_ORDER);
             moe(&make, &Bounds::F32_FIXED_ORDER);
             moe_company(&make, &Bounds::F32_FIXED_ORDER);
             company(&make, &Bounds::F32_FIXED_ORDER);
@@ -183,14 +202,19 @@ mod tests {
         if !is_here(isa) {
             return;
         }
-        let make = |threads| move || new(isa, threads).expect("this machine has the instruction set");
-        let alone = fingerprint(&make(1));
+        let mut alone: Option<Vec<u32>> = None;
         for threads in [1, 2, 3] {
-            run(make(threads), Bounds::F32_FIXED_ORDER);
-            assert!(fingerprint(&make(threads)) == alone, "{}: {threads} threads, other bits", isa.name());
+            let make: Make = &|| new(isa, threads).expect("this machine has the instruction set");
+            run(make, Bounds::F32_FIXED_ORDER);
+            let bits = fingerprint(&make);
+            assert!(
+                bits == *alone.get_or_insert(bits.clone()),
+                "{}: {threads} threads, other bits",
+                isa.name()
+            );
         }
         let config = CpuConfig { threads: 2, isa, inputs: Inputs::Plain };
-        let plain = || CpuBackend::new(config).expect("this machine has the instruction set");
+        let plain: Make = &|| CpuBackend::new(config).expect("this machine has the instruction set");
         matmul(&plain, &Bounds::F32_FIXED_ORDER);
         matmul_company(&plain, &Bounds::F32_FIXED_ORDER);
         moe(&plain, &Bounds::F32_FIXED_ORDER);

@@ -1,17 +1,20 @@
 //! Mixtures of experts against the oracle, and against themselves in other company.
 
 use super::Bounds;
+use super::answers::NUMBERS;
 use super::inputs::*;
 use super::rig::*;
 use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
 use crate::quant::{Operand, QuantType};
+use crate::reference::Reference;
+use std::sync::Arc;
 
 /// Mixtures of every scoring, from one expert to many, with ties and a NaN among the logits.
 pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in few_types() {
         for mixture in Mixture::all(ty) {
-            let (want, magnitudes) = (mixture.on(oracle), mixture.magnitudes().on(oracle));
+            let (want, magnitudes) = (mixture.of_oracle(oracle), mixture.magnitudes().of_oracle(oracle));
             // The last bit of a number may decide which code it becomes.
             let bound = match ty.operand(device.backend.inputs()) {
                 Operand::F32 => 6.0 * (bounds.matmul)(ty),
@@ -66,7 +69,7 @@ pub fn moe_preparation<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 pub fn moe_parts<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for mixture in Mixture::all(QuantType::F32).filter(|mixture| mixture.shape.experts > 1) {
-        let magnitudes = mixture.magnitudes().on(oracle);
+        let magnitudes = mixture.magnitudes().of_oracle(oracle);
         let (ours, theirs) = (mixture.experts(device), mixture.experts(oracle));
         device.backend.prepare_moe(&mixture.shape, mixture.hidden).expect("room for a small mixture");
         let experts = mixture.shape.experts;
@@ -159,6 +162,10 @@ impl Mixture {
         let experts = self.experts(rig);
         rig.backend.prepare_moe(&self.shape, self.hidden).expect("room for a small mixture");
         self.of(rig, &experts)
+    }
+
+    fn of_oracle(&self, oracle: &mut Rig<Reference>) -> Arc<Vec<f32>> {
+        NUMBERS.get(oracle.question(self), || self.on(oracle))
     }
 
     /// What these experts make of the rows.

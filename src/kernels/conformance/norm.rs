@@ -13,7 +13,8 @@ pub fn norm<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         for kind in [NormKind::Rms, NormKind::Layer] {
             let case = Case::new(kind, case, rows, width);
             let (got, want) = (case.on(device), case.on(oracle));
-            close(format_args!("{case}"), &got, &want, bounds.elementwise, |i| case.magnitude(i));
+            let magnitudes = case.magnitudes();
+            close(format_args!("{case}"), &got, &want, bounds.elementwise, |i| magnitudes[i]);
             same(format_args!("{case} in place"), &case.in_place_on(device), &got, 0.0);
         }
     }
@@ -40,10 +41,13 @@ impl Case {
         Case { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
     }
 
-    /// The terms of an element's sum without their signs: its number and those of the row's mean, over the deviation,
+    /// The terms of each element's sum without their signs: its number and those of the row's mean, over the deviation,
     /// times the weight; and the bias.
-    fn magnitude(&self, i: usize) -> f32 {
-        let (row, column) = (&self.x[i / self.width * self.width..][..self.width], i % self.width);
+    fn magnitudes(&self) -> Vec<f32> {
+        self.x.chunks_exact(self.width).flat_map(|row| self.magnitudes_of(row)).collect()
+    }
+
+    fn magnitudes_of(&self, row: &[f32]) -> Vec<f32> {
         let mean_of =
             |of: &dyn Fn(f64) -> f64| row.iter().map(|x| of(f64::from(*x))).sum::<f64>() / self.width as f64;
         let (mean, terms) = match self.kind {
@@ -51,9 +55,12 @@ impl Case {
             NormKind::Layer => (mean_of(&|x| x), mean_of(&f64::abs)),
         };
         let deviation = (mean_of(&|x| (x - mean).powi(2)) + f64::from(self.eps)).sqrt();
-        let size = (f64::from(self.x[i]).abs() + terms) / deviation;
-        let weight = self.weight.as_ref().map_or(1.0, |weight| weight[column].abs());
-        size as f32 * weight + self.bias.as_ref().map_or(0.0, |bias| bias[column].abs())
+        let magnitude = |(column, x): (usize, &f32)| {
+            let size = (f64::from(*x).abs() + terms) / deviation;
+            let weight = self.weight.as_ref().map_or(1.0, |weight| weight[column].abs());
+            size as f32 * weight + self.bias.as_ref().map_or(0.0, |bias| bias[column].abs())
+        };
+        row.iter().enumerate().map(magnitude).collect()
     }
 
     fn norm<B: Backend>(&self, rig: &mut Rig<B>) -> Norm<B::Buf> {

@@ -29,6 +29,10 @@ pub(super) struct Piece {
 pub(super) enum Kind {
     /// Tokens given with the batch.
     Given,
+    /// The same, whose keys and values are stored, and no more.
+    Stored,
+    /// The same, and these are NaN.
+    Poison,
     /// The token drawn last in the slot.
     Last,
     /// A whole source, for the encoder. Pieces of this kind come first.
@@ -41,6 +45,10 @@ impl Piece {
     /// Tokens of the sequence that has this slot's number.
     pub(super) fn given(slot: u32, start: usize, len: usize) -> Piece {
         Piece { sequence: slot, slot, start, len, kind: Kind::Given }
+    }
+
+    pub(super) fn stored(slot: u32, start: usize, len: usize) -> Piece {
+        Piece { kind: Kind::Stored, ..Piece::given(slot, start, len) }
     }
 
     pub(super) fn last(slot: u32, start: usize) -> Piece {
@@ -69,7 +77,7 @@ impl Piece {
 
     fn table(&self) -> SpanTable {
         match self.kind {
-            Kind::Given | Kind::Last => SpanTable::Own,
+            Kind::Given | Kind::Stored | Kind::Poison | Kind::Last => SpanTable::Own,
             Kind::Source => SpanTable::Scratch,
             Kind::Sink => SpanTable::Sink,
         }
@@ -157,8 +165,8 @@ pub(super) fn batch_of(pieces: &[Piece], want: Want, book: &mut Book) -> StepBat
     for piece in pieces {
         let (at, len) = (batch.tokens.len() as u32, piece.len as u32);
         let tokens = match piece.kind {
-            Kind::Given | Kind::Source => SpanTokens::Given { at, len },
             Kind::Last | Kind::Sink => SpanTokens::Last,
+            _ => SpanTokens::Given { at, len },
         };
         if tokens != SpanTokens::Last {
             batch.tokens.extend(piece.rows().map(|(sequence, position)| text(sequence, position)));

@@ -1,5 +1,6 @@
 //! A backend with its slots made, and batches for it.
 
+use super::answers::ANGLES;
 use super::inputs::*;
 use super::pieces::*;
 use crate::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
@@ -41,6 +42,11 @@ impl<B: Backend> Rig<B> {
     pub(super) fn begin_rows(&mut self, rows: usize) {
         let book = &mut Book::scattered(self.limits.page_positions);
         self.begin(batch_of(&[Piece::given(0, 0, rows)], Want::None, book));
+    }
+
+    /// What an answer follows from besides what was asked: the limits, and how numbers come into products.
+    pub(super) fn question(&self, asked: impl std::fmt::Debug) -> String {
+        format!("{asked:?}, {:?}, {:?}", self.backend.inputs(), self.limits)
     }
 
     /// A step that draws (or scores) the given tokens: logits leave no other choice.
@@ -120,10 +126,11 @@ impl<B: Backend> Rig<B> {
     /// Angles for every position within the limits, of a table for each reserved length: (bound, base).
     pub(super) fn rope_of(&mut self, dims: usize, style: RopeStyle, bases: &[(usize, f64)]) -> Rope<B::Buf> {
         let positions = self.limits.positions;
-        let table = |base: f64| -> Vec<f32> {
+        let table = |base: f64| {
             let angle = move |p: usize, i: usize| p as f64 * base.powf(-2.0 * i as f64 / dims as f64);
             let pair = move |p, i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32];
-            (0..positions).flat_map(|p| (0..dims / 2).flat_map(move |i| pair(p, i))).collect()
+            let all = || (0..positions).flat_map(|p| (0..dims / 2).flat_map(move |i| pair(p, i))).collect();
+            ANGLES.get((positions, dims, base.to_bits()), all)
         };
         let tables = bases.iter().map(|(bound, base)| (*bound, self.constant(&table(*base)))).collect();
         Rope { tables, positions, dims, style, stretch: None }

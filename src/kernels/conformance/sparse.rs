@@ -48,7 +48,7 @@ pub fn attention_of_some<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 fn some<B: Backend>(case: &Heads, attended: Share, make: &impl Fn() -> B, bounds: &Bounds) {
     let limits = |page_positions| StepLimits { attended, ..limits(page_positions) };
     let what = format_args!("{case:?}, {attended:?}");
-    let want = case.on(&mut Rig::new(Reference::new(), limits(32)), &turns(), Book::scattered(32));
+    let want = case.of_oracle(&mut Rig::new(Reference::new(), limits(32)), &turns(), Book::scattered(32));
     let all = case.on(&mut Rig::new(make(), super::inputs::limits(32)), &turns(), Book::scattered(32));
     let mut rig = Rig::new(make(), limits(32));
     let got = case.on(&mut rig, &turns(), Book::scattered(32));

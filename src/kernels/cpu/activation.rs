@@ -16,7 +16,14 @@ pub fn activate(
     gate: &mut [f32],
     up: Option<&[f32]>,
 ) {
-    with_function(act, Activate { pool, level, width, gate, up });
+    pool.for_rows(gate, width, |row, gate| {
+        activate_row(level, act, gate, up.map(|up| &up[row * width..][..width]));
+    });
+}
+
+/// The same of one row.
+pub fn activate_row(level: Level, act: Activation, gate: &mut [f32], up: Option<&[f32]>) {
+    with_function(act, Activate { level, gate, up });
 }
 
 /// x = cap * tanh(x / cap), (rows, width).
@@ -131,20 +138,18 @@ fn times_sigmoid<S: Simd>(simd: S, x: S::V, y: S::V) -> S::V {
 }
 
 struct Activate<'a> {
-    pool: &'a mut Pool,
     level: Level,
-    width: usize,
     gate: &'a mut [f32],
     up: Option<&'a [f32]>,
 }
 
 impl ForFunction for Activate<'_> {
     fn run<F: Function>(self) {
-        let Activate { pool, level, width, gate, up } = self;
-        pool.for_rows(gate, width, |row, gate| match up {
-            Some(up) => level.run(Gated::<F> { gate, up: &up[row * width..][..width], f: PhantomData }),
+        let Activate { level, gate, up } = self;
+        match up {
+            Some(up) => level.run(Gated::<F> { gate, up, f: PhantomData }),
             None => level.run(Plain::<F> { x: gate, f: PhantomData }),
-        });
+        }
     }
 }
 

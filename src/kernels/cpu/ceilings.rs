@@ -73,7 +73,13 @@ impl Meter {
         };
         let sums = level.run(Sums);
         let f32 = rate(TIMES * sums * LANES * 2, &|| level.run(MultiplyAdd));
-        let codes = rate(TIMES * sums * BYTES * 2, &|| level.run_ints(Dot));
+        let codes = match cpu.dots {
+            #[cfg(target_arch = "x86_64")]
+            Some(Dots::Amx(amx)) => {
+                rate(AMX_TIMES * 4 * amx::ROWS * LANES * amx::ROW_BYTES * 2, &|| multiply_codes(amx))
+            }
+            _ => rate(TIMES * sums * BYTES * 2, &|| level.run_ints(Dot)),
+        };
         let bf16 = match cpu.dots {
             None => f32,
             Some(dots) => rate(operations_of(dots), &|| multiply_halves(dots)),
@@ -199,6 +205,18 @@ fn multiply_halves(dots: Dots) {
         Dots::Avx512(simd) => {
             black_box(simd.most::<SUMS_MAX>(TIMES));
         }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn multiply_codes(amx: amx::Amx) {
+    // SAFETY: nothing else on this thread has tiles now.
+    let mut registers = unsafe { amx::CodeTiles::new(amx, amx::ROWS, amx::ROW_BYTES) };
+    for _ in 0..AMX_TIMES {
+        registers.add::<0>();
+        registers.add::<1>();
+        registers.add::<2>();
+        registers.add::<3>();
     }
 }
 

@@ -1,4 +1,4 @@
-//! y = x · wᵀ + bias, for x (rows, in) in F32 and w (out, in) in any number format.
+//! Products x · wᵀ, for x (rows, in) in F32 and w (out, in) in any number format.
 //!
 //! Each element is one sum in 16 lanes: lane i adds the products of columns i, i + 16, i + 32, ... in this
 //! order, each fused; then the lanes are added as [`Simd::sum`] does. Columns beyond the last are zero.
@@ -20,7 +20,9 @@
 #![allow(unsafe_code)]
 
 use super::pool::{Parts, Pool};
+use super::products::{Packed, Product};
 use super::simd::{Code, F32, ForCode, Kernel, LANES, Level, Simd, load_part, prefetch, with_code};
+use super::source::{Rooms, Source, Tiles};
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
@@ -40,8 +42,6 @@ const STREAM_BYTES: usize = 128 * 1024;
 const STREAM_OUTS: usize = 24;
 /// Up to this many rows, weights stream.
 const STREAM_ROWS: usize = 16;
-/// Products that are not worth a second thread.
-const SMALL: usize = 64 * 1024;
 
 /// Buffers that grow with the limits and the widest weight, and not during steps.
 pub struct MatmulScratch {
@@ -77,162 +77,33 @@ impl MatmulScratch {
         })
     }
 
-    /// Numbers of a thread's part of `panels`.
-    fn each(&self) -> usize {
-        self.panel_len + SUMS + self.written_len
+    /// Packs rows: for each tile (steps, tile rows, 16), zero beyond the last column.
+    pub fn pack(&mut self, pool: &mut Pool, level: Level, source: &Source, rooms: &Rooms) -> Plain<'_> {
+        let (tile_rows, tile_outs) = level.run(TileSize);
+        let (tiles, steps) = (Tiles::new(source.rows, tile_rows), source.inp.div_ceil(LANES));
+        let x = &mut self.x.f32_mut()[..source.rows * steps * LANES];
+        let packed = Parts::new(&mut *x);
+        source.for_each(pool, level, &tiles, rooms, |rows, r, numbers| {
+            // SAFETY: each tile belongs to one item.
+            let to = unsafe { packed.part(rows.start * steps * LANES..rows.end * steps * LANES) };
+            pack_row(numbers, r, rows.len(), to);
+        });
+        let (panel_len, written_len) = (self.panel_len, self.written_len);
+        let scratch = Parts::new(self.panels.f32_mut());
+        Plain { level, tiles, tile_outs, steps, rows: source.rows, x, scratch, panel_len, written_len }
     }
 }
 
-/// y (rows, out) = x (rows, in) · wᵀ + bias.
-pub fn matmul(
-    pool: &mut Pool,
-    level: Level,
-    scratch: &mut MatmulScratch,
-    w: &Weight<HostBuf>,
-    bias: Option<&[f32]>,
-    x: &[f32],
-    y: &mut [f32],
-) {
-    let rows = x.len() / w.inp;
-    assert_eq!(y.len(), rows * w.out, "y is (rows, out); this is a bug");
-    level.run(Multiply { pool, scratch, w, bias, x, y, rows });
-}
+/// Rows and outs of a level's largest tile.
+struct TileSize;
 
-struct Multiply<'a> {
-    pool: &'a mut Pool,
-    scratch: &'a mut MatmulScratch,
-    w: &'a Weight<HostBuf>,
-    bias: Option<&'a [f32]>,
-    x: &'a [f32],
-    y: &'a mut [f32],
-    rows: usize,
-}
-
-impl Kernel for Multiply<'_> {
-    type Out = ();
+impl Kernel for TileSize {
+    type Out = (usize, usize);
 
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        match self.w.ty.is_blocked() {
-            false => with_code(self.w.ty, Typed { op: self, simd }),
-            true => self.write_out(simd),
-        }
+    fn run<S: Simd>(self, _: S) -> (usize, usize) {
+        (S::TILE_ROWS, S::TILE_OUTS)
     }
-}
-
-impl Multiply<'_> {
-    /// Writes runs of outs out in F32, and goes on with these.
-    fn write_out<S: Simd>(self, simd: S) {
-        let Multiply { pool, scratch, w, bias, x, y, rows } = self;
-        let (tiles, steps) = (Tiles::new(rows, S::TILE_ROWS), w.inp.div_ceil(LANES));
-        let (each, panel_len, written_len) = (scratch.each(), scratch.panel_len, scratch.written_len);
-        let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
-        pack(pool, &tiles, w.inp, x, packed);
-        let y = Parts::new(y);
-        let product =
-            Product::<F32> { w: &[], first: 0, out: w.out, inp: w.inp, steps, bias, x: packed, tiles, y: &y };
-        let fits = match rows <= STREAM_ROWS {
-            true => written_len / w.inp / STREAM_OUTS * STREAM_OUTS,
-            false => panel_len.min(written_len) / (steps * LANES) / S::TILE_OUTS * S::TILE_OUTS,
-        };
-        let tile = if rows <= STREAM_ROWS { STREAM_OUTS } else { S::TILE_OUTS };
-        let outs_each = product.outs_each(pool.threads(), PANEL_OUTS.min(fits), tile).min(fits);
-        let (codes, stored) = (w.buf.bytes(), w.buf.len() / w.out);
-        let panels = Parts::new(scratch.panels.f32_mut());
-        product.for_outs(pool, outs_each, |worker, outs| {
-            // SAFETY: each worker has its own scratch and is in one item at a time.
-            let scratch = unsafe { panels.part(worker * each..(worker + 1) * each) };
-            let (panel, written) = scratch.split_at_mut(panel_len + SUMS);
-            let written = &mut written[..outs.len() * product.inp];
-            w.ty.dequantize(&codes[outs.start * stored..outs.end * stored], written);
-            let part = Product { w: written, first: outs.start, ..product };
-            match rows <= STREAM_ROWS {
-                true => {
-                    (0..tiles.count).for_each(|tile| part.stream(simd, tiles.rows_of(tile), outs.clone()))
-                }
-                false => part.panel(simd, outs, panel.split_at_mut(panel_len)),
-            }
-        });
-    }
-}
-
-struct Typed<'a, S> {
-    op: Multiply<'a>,
-    simd: S,
-}
-
-impl<S: Simd> ForCode for Typed<'_, S> {
-    type Out = ();
-
-    fn run<W: Code>(self) {
-        let (simd, Multiply { pool, scratch, w, bias, x, y, rows }) = (self.simd, self.op);
-        let tiles = Tiles::new(rows, S::TILE_ROWS);
-        let steps = w.inp.div_ceil(LANES);
-        let each = scratch.each();
-        let packed = &mut scratch.x.f32_mut()[..rows * steps * LANES];
-        pack(pool, &tiles, w.inp, x, packed);
-        let y = Parts::new(y);
-        let product = Product::<W> {
-            w: &W::of(&w.buf)[..w.out * w.inp],
-            first: 0,
-            out: w.out,
-            inp: w.inp,
-            steps,
-            bias,
-            x: packed,
-            tiles,
-            y: &y,
-        };
-        if rows <= STREAM_ROWS {
-            product.stream_all(pool, simd);
-        } else {
-            product.panel_all(pool, simd, &mut scratch.panels, scratch.panel_len, each);
-        }
-    }
-}
-
-/// Rows cut into tiles of nearly equal size.
-#[derive(Clone, Copy)]
-pub struct Tiles {
-    count: usize,
-    /// Rows of a tile; the first `longer` tiles have one more.
-    rows: usize,
-    longer: usize,
-}
-
-impl Tiles {
-    /// At most `rows_max` rows each.
-    pub fn new(rows: usize, rows_max: usize) -> Tiles {
-        let count = rows.div_ceil(rows_max).max(1);
-        Tiles { count, rows: rows / count, longer: rows % count }
-    }
-
-    pub fn count(&self) -> usize {
-        self.count
-    }
-
-    pub fn rows_of(&self, tile: usize) -> Range<usize> {
-        let first = tile * self.rows + tile.min(self.longer);
-        first..first + self.rows + usize::from(tile < self.longer)
-    }
-}
-
-/// Packs x (rows, inp): for each tile (steps, tile rows, 16), zero beyond the last column.
-fn pack(pool: &mut Pool, tiles: &Tiles, inp: usize, x: &[f32], packed: &mut [f32]) {
-    let padded = inp.next_multiple_of(LANES);
-    let small = packed.len() <= SMALL / 4;
-    let items = if small { 1 } else { tiles.count };
-    let packed = Parts::new(packed);
-    pool.run(items, |_, item| {
-        for tile in if small { 0..tiles.count } else { item..item + 1 } {
-            let rows = tiles.rows_of(tile);
-            // SAFETY: each tile belongs to one item.
-            let to = unsafe { packed.part(rows.start * padded..rows.end * padded) };
-            for (r, x) in x[rows.start * inp..rows.end * inp].chunks_exact(inp).enumerate() {
-                pack_row(x, r, rows.len(), to);
-            }
-        }
-    });
 }
 
 fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
@@ -248,61 +119,139 @@ fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
     }
 }
 
-/// One multiplication, as the threads see it.
-struct Product<'a, W: Code> {
+/// Packed rows, and each thread's scratch.
+pub struct Plain<'a> {
+    level: Level,
+    tiles: Tiles,
+    tile_outs: usize,
+    /// Vectors of columns.
+    steps: usize,
+    rows: usize,
+    x: &'a [f32],
+    scratch: Parts<'a, f32>,
+    panel_len: usize,
+    written_len: usize,
+}
+
+impl Plain<'_> {
+    fn streams(&self) -> bool {
+        self.rows <= STREAM_ROWS
+    }
+
+    /// Outs that a panel has room for.
+    fn fits(&self, w: &Weight<HostBuf>) -> usize {
+        let panel = self.panel_len / (self.steps * LANES) / self.tile_outs * self.tile_outs;
+        match (w.ty.is_blocked(), self.streams()) {
+            (false, true) => usize::MAX,
+            (false, false) => panel,
+            (true, true) => self.written_len / w.inp / STREAM_OUTS * STREAM_OUTS,
+            (true, false) => panel.min(self.written_len / w.inp / self.tile_outs * self.tile_outs),
+        }
+    }
+}
+
+impl Packed for Plain<'_> {
+    fn outs_each(&self, w: &Weight<HostBuf>, most: usize) -> usize {
+        let tile = if self.streams() { STREAM_OUTS } else { self.tile_outs };
+        let wanted = match !w.ty.is_blocked() && self.streams() {
+            true => STREAM_BYTES / (w.buf.len() / w.out).clamp(1, STREAM_BYTES),
+            false => PANEL_OUTS,
+        };
+        wanted.min(most).next_multiple_of(tile).min(self.fits(w))
+    }
+
+    fn multiply(&self, worker: usize, product: &Product, outs: Range<usize>) {
+        let each = self.panel_len + SUMS + self.written_len;
+        // SAFETY: each worker has its own scratch and is in one item at a time.
+        let scratch = unsafe { self.scratch.part(worker * each..(worker + 1) * each) };
+        self.level.run(Item { rows: self, product, outs, scratch });
+    }
+}
+
+/// All rows with some outs.
+struct Item<'a> {
+    rows: &'a Plain<'a>,
+    product: &'a Product<'a>,
+    outs: Range<usize>,
+    scratch: &'a mut [f32],
+}
+
+impl Kernel for Item<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        match self.product.w.ty.is_blocked() {
+            false => with_code(self.product.w.ty, Typed { item: self, simd }),
+            true => self.write_out(simd),
+        }
+    }
+}
+
+impl Item<'_> {
+    /// Writes the outs out in F32, and goes on with these.
+    fn write_out<S: Simd>(self, simd: S) {
+        let Item { rows, product, outs, scratch } = self;
+        let w = product.w;
+        let (scratch, written) = scratch.split_at_mut(rows.panel_len + SUMS);
+        let (written, stored) = (&mut written[..outs.len() * w.inp], w.buf.len() / w.out);
+        w.ty.dequantize(&w.buf.bytes()[outs.start * stored..outs.end * stored], written);
+        Outs::<F32> { w: written, first: outs.start, rows, product }.multiply(simd, outs, scratch);
+    }
+}
+
+struct Typed<'a, S> {
+    item: Item<'a>,
+    simd: S,
+}
+
+impl<S: Simd> ForCode for Typed<'_, S> {
+    type Out = ();
+
+    fn run<W: Code>(self) {
+        let Item { rows, product, outs, scratch } = self.item;
+        let w = &W::of(&product.w.buf)[..product.w.out * product.w.inp];
+        let scratch = &mut scratch[..rows.panel_len + SUMS];
+        Outs::<W> { w, first: 0, rows, product }.multiply(self.simd, outs, scratch);
+    }
+}
+
+/// Outs of a weight, and the rows they are multiplied with.
+struct Outs<'a, W: Code> {
     /// (outs from `first` on, inp).
     w: &'a [W::Raw],
     first: usize,
-    out: usize,
-    inp: usize,
-    /// Vectors of columns.
-    steps: usize,
-    bias: Option<&'a [f32]>,
-    /// Packed.
-    x: &'a [f32],
-    tiles: Tiles,
-    /// (rows, out).
-    y: &'a Parts<'a, f32>,
+    rows: &'a Plain<'a>,
+    product: &'a Product<'a>,
 }
 
-impl<W: Code> Product<'_, W> {
-    fn rows(&self) -> usize {
-        self.x.len() / (self.steps * LANES)
+impl<W: Code> Outs<'_, W> {
+    fn weight(&self) -> &Weight<HostBuf> {
+        self.product.w
+    }
+
+    fn inp(&self) -> usize {
+        self.product.w.inp
     }
 
     /// x of a tile's rows: (steps, tile rows, 16).
     fn tile(&self, rows: &Range<usize>) -> &[f32] {
-        &self.x[rows.start * self.steps * LANES..rows.end * self.steps * LANES]
+        let row = self.rows.steps * LANES;
+        &self.rows.x[rows.start * row..rows.end * row]
     }
 
-    /// Outs of one work item: `wanted` of them, fewer where that leaves threads idle, a multiple of `tile`.
-    fn outs_each(&self, threads: usize, wanted: usize, tile: usize) -> usize {
-        if self.rows() * self.out * self.inp <= SMALL || threads == 1 {
-            return wanted.next_multiple_of(tile);
+    fn multiply<S: Simd>(&self, simd: S, outs: Range<usize>, scratch: &mut [f32]) {
+        if self.rows.streams() {
+            let tiles = &self.rows.tiles;
+            (0..tiles.count()).for_each(|tile| self.stream(simd, tiles.rows_of(tile), outs.clone()));
+            return;
         }
-        wanted.min(self.out.div_ceil(4 * threads)).next_multiple_of(tile)
-    }
-
-    /// Calls `work(worker, outs)` for runs of `outs_each` outs, the first runs first.
-    fn for_outs(&self, pool: &mut Pool, outs_each: usize, work: impl Fn(usize, Range<usize>) + Sync) {
-        let items = self.out.div_ceil(outs_each);
-        pool.run(items, |worker, item| {
-            let first = (items - 1 - item) * outs_each;
-            work(worker, first..self.out.min(first + outs_each));
-        });
-    }
-
-    fn stream_all<S: Simd>(&self, pool: &mut Pool, simd: S) {
-        let wanted = match self.rows() * self.out * self.inp <= SMALL {
-            true => self.out,
-            false => STREAM_BYTES / (self.inp * size_of::<W::Raw>()).min(STREAM_BYTES),
-        };
-        let outs_each = self.outs_each(pool.threads(), wanted, STREAM_OUTS);
-        self.for_outs(pool, outs_each, |_, outs| {
-            for tile in 0..self.tiles.count {
-                self.stream(simd, self.tiles.rows_of(tile), outs.clone());
-            }
-        });
+        let (w, sums) = scratch.split_at_mut(self.rows.panel_len);
+        let panel = Panel { product: self, outs, w, sums };
+        match S::TILE_OUTS {
+            2 => panel.run::<S, 2>(simd),
+            _ => panel.run::<S, 3>(simd),
+        }
     }
 
     /// Outs side by side: as many as leave registers for the sums.
@@ -332,47 +281,19 @@ impl<W: Code> Product<'_, W> {
         }
     }
 
-    /// `each` numbers of `panels` are a thread's.
-    fn panel_all<S: Simd>(
-        &self,
-        pool: &mut Pool,
-        simd: S,
-        panels: &mut HostBuf,
-        panel_len: usize,
-        each: usize,
-    ) {
-        let fits = panel_len / (self.steps * LANES) / S::TILE_OUTS * S::TILE_OUTS;
-        let outs_each = self.outs_each(pool.threads(), PANEL_OUTS.min(fits), S::TILE_OUTS);
-        let panels = Parts::new(panels.f32_mut());
-        self.for_outs(pool, outs_each.min(fits), |worker, outs| {
-            // SAFETY: each worker has its own scratch and is in one item at a time.
-            let scratch = unsafe { panels.part(worker * each..worker * each + panel_len + SUMS) };
-            self.panel(simd, outs, scratch.split_at_mut(panel_len));
-        });
-    }
-
-    /// All rows with a run of outs.
-    fn panel<S: Simd>(&self, simd: S, outs: Range<usize>, (w, sums): (&mut [f32], &mut [f32])) {
-        let panel = Panel { product: self, outs, w, sums };
-        match S::TILE_OUTS {
-            2 => panel.run::<S, 2>(simd),
-            _ => panel.run::<S, 3>(simd),
-        }
-    }
-
     /// What is stored of out number `out`.
     #[inline(always)]
     fn row(&self, out: usize) -> &[W::Raw] {
-        &self.w[(out - self.first) * self.inp..][..self.inp]
+        &self.w[(out - self.first) * self.inp()..][..self.inp()]
     }
 
     /// The last vector of out number `out`, which is not whole.
     #[inline(always)]
     fn rest<S: Simd>(&self, simd: S, out: usize) -> S::V {
-        load_part::<S, W>(simd, &self.row(out)[self.inp / LANES * LANES..])
+        load_part::<S, W>(simd, &self.row(out)[self.inp() / LANES * LANES..])
     }
 
-    /// y[row][first..] = the sums of the `count` first of O outs, + bias.
+    /// Writes the sums of the `count` first of O outs, from `first` on, of one row.
     #[inline(always)]
     fn put<S: Simd, const O: usize>(
         &self,
@@ -387,24 +308,16 @@ impl<W: Code> Product<'_, W> {
             let some = four.len().min(O - at);
             four[..some].copy_from_slice(&sums[at..at + some]);
             let four = simd.sum4(four);
-            // SAFETY: an out belongs to one item, so no other thread writes these elements.
-            let y = unsafe {
-                let start = row * self.out + first + at;
-                self.y.part(start..start + four.len().min(count - at))
-            };
-            for (i, y) in y.iter_mut().enumerate() {
-                *y = match self.bias {
-                    Some(bias) => four[i] + bias[first + at + i],
-                    None => four[i],
-                };
-            }
+            let four = &four[..four.len().min(count - at)];
+            // SAFETY: an out belongs to one item, so no other thread has it.
+            unsafe { self.product.put(row, first + at, four) };
         }
     }
 }
 
 /// A tile of R rows with a run of outs, O at a time, straight from the stored weights.
 struct Stream<'a, W: Code, const R: usize, const O: usize> {
-    product: &'a Product<'a, W>,
+    product: &'a Outs<'a, W>,
     rows: Range<usize>,
     outs: Range<usize>,
 }
@@ -417,20 +330,20 @@ impl<W: Code, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
         let product = self.product;
         let x = product.tile(&self.rows);
         let (x, _) = x.as_chunks::<LANES>().0.as_chunks::<R>();
-        let (whole, last) = x.split_at(product.inp / LANES);
+        let (whole, last) = x.split_at(product.inp() / LANES);
         for first in self.outs.clone().step_by(O) {
             // Outs beyond the last repeat it; their sums are not stored.
             let mut outs = [0; O];
             let mut w = [product.w.as_ptr(); O];
             for o in 0..O {
-                outs[o] = (first + o).min(product.out - 1);
-                w[o] = w[o].wrapping_add((outs[o] - product.first) * product.inp);
+                outs[o] = (first + o).min(product.weight().out - 1);
+                w[o] = w[o].wrapping_add((outs[o] - product.first) * product.inp());
             }
             let mut sums = [[simd.splat(0.0); O]; R];
             for (step, x) in whole.iter().enumerate() {
                 let mut out = [simd.splat(0.0); O];
                 for o in 0..O {
-                    prefetch(w[o].wrapping_add(step * LANES + O * product.inp));
+                    prefetch(w[o].wrapping_add(step * LANES + O * product.inp()));
                     // SAFETY: `w[o]` is the out's row of `product.w`, and whole vectors lie within it.
                     out[o] = W::load(simd, unsafe { &*w[o].add(step * LANES).cast() });
                 }
@@ -469,7 +382,7 @@ fn add_products<S: Simd, const R: usize, const O: usize>(
 
 /// All rows with a run of outs, through a converted panel.
 struct Panel<'a, W: Code> {
-    product: &'a Product<'a, W>,
+    product: &'a Outs<'a, W>,
     outs: Range<usize>,
     /// Converted: (cuts, tiles of outs, steps, O, 16).
     w: &'a mut [f32],
@@ -480,11 +393,11 @@ struct Panel<'a, W: Code> {
 impl<W: Code> Panel<'_, W> {
     fn run<S: Simd, const O: usize>(mut self, simd: S) {
         let out_tiles = self.outs.len().div_ceil(O);
-        for tile in 0..self.product.tiles.count {
-            let rows = self.product.tiles.rows_of(tile);
+        for tile in 0..self.product.rows.tiles.count() {
+            let rows = self.product.rows.tiles.rows_of(tile);
             self.sums[..out_tiles * rows.len() * O * LANES].fill(0.0);
-            for cut in (0..self.product.steps).step_by(CUT) {
-                let steps = cut..self.product.steps.min(cut + CUT);
+            for cut in (0..self.product.rows.steps).step_by(CUT) {
+                let steps = cut..self.product.rows.steps.min(cut + CUT);
                 for out_tile in 0..out_tiles {
                     self.multiply::<S, O>(simd, tile, &steps, out_tile);
                 }
@@ -508,7 +421,7 @@ impl<W: Code> Panel<'_, W> {
             let first = self.outs.start + out_tile * O;
             simd.call(Convert::<W, O> { product: self.product, first, panel: out_tiles * O, steps, w });
         }
-        let rows = self.product.tiles.rows_of(tile);
+        let rows = self.product.rows.tiles.rows_of(tile);
         let step_len = rows.len() * LANES;
         let x = &self.product.tile(&rows)[steps.start * step_len..steps.end * step_len];
         let tile_len = rows.len() * O * LANES;
@@ -529,7 +442,7 @@ impl<W: Code> Panel<'_, W> {
 
 /// Converts O outs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the last out.
 struct Convert<'a, W: Code, const O: usize> {
-    product: &'a Product<'a, W>,
+    product: &'a Outs<'a, W>,
     first: usize,
     /// Outs of the panel: how far the next one is.
     panel: usize,
@@ -544,16 +457,16 @@ impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
     fn run<S: Simd>(self, simd: S) {
         let product = self.product;
         let (w, _) = self.w.as_chunks_mut::<LANES>();
-        let whole = self.steps.start..self.steps.end.min(product.inp / LANES);
+        let whole = self.steps.start..self.steps.end.min(product.inp() / LANES);
         // What this thread reads next of the same out: the columns after the cut, or, at the end of the
         // row, the first ones of the next panel. In pieces.
-        let ahead = match self.steps.end < product.steps {
+        let ahead = match self.steps.end < product.rows.steps {
             true => CUT * LANES,
-            false => self.panel * product.inp - self.steps.start * LANES,
+            false => self.panel * product.inp() - self.steps.start * LANES,
         };
         for o in 0..O {
             let out = self.first + o;
-            if out >= product.out {
+            if out >= product.weight().out {
                 for i in 0..self.steps.len() {
                     w[i * O + o] = [0.0; LANES];
                 }

@@ -6,11 +6,12 @@
 
 mod config;
 
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), path = "no_amx.rs")]
 mod amx;
 mod pool;
 mod products;
 mod simd;
+mod source;
 mod step;
 
 mod activation;
@@ -29,8 +30,8 @@ pub use ceilings::{Ceilings, Meter};
 pub use config::{CpuConfig, Isa};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, Expert, KvLayer, KvLayout, KvTable, MoeShape, Norm,
-    Rope, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, Expert, Factor, KvLayer, KvLayout, KvTable, MoeShape,
+    Norm, Product, Rope, StepLimits, To, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
@@ -40,9 +41,10 @@ use crate::stage::Stage;
 use halves::Dots;
 use moe::{MoeScratch, MoeSizes};
 use pool::Pool;
-use products::{Products, Widths};
+use products::{Products, TOGETHER, Widths};
 use sample::SampleScratch;
 use simd::Level;
+use source::{Of, Source};
 use std::ops::Range;
 use step::Step;
 
@@ -72,6 +74,9 @@ struct Sizes {
     /// Numbers of attention's scratch for each thread, by the cache and by the positions.
     attention: usize,
     sparse: usize,
+    /// Numbers of a partial result of attention, by the cache, and how many there may be, by the positions.
+    partial: usize,
+    partials: usize,
     moe: MoeSizes,
 }
 
@@ -83,8 +88,15 @@ impl Sizes {
             widths: self.widths.max(other.widths),
             attention: self.attention.max(other.attention),
             sparse: self.sparse.max(other.sparse),
+            partial: self.partial.max(other.partial),
+            partials: self.partials.max(other.partials),
             moe: self.moe.max(other.moe),
         }
+    }
+
+    /// F32 numbers of attention's scratch.
+    fn attention_len(&self, threads: usize) -> usize {
+        threads * (self.attention + self.sparse) + self.partials * self.partial
     }
 }
 
@@ -139,9 +151,9 @@ impl CpuBackend {
         if self.products.is_none() || more_rows || sizes.widths != from.widths {
             self.products = Some(Products::new((self.inputs, self.dots), sizes.rows, sizes.widths, threads)?);
         }
-        let (attention, before) = (sizes.attention + sizes.sparse, from.attention + from.sparse);
-        if self.attention.is_none() || attention > before {
-            self.attention = Some(HostBuf::zeroed(threads * attention * size_of::<f32>())?);
+        let attention = sizes.attention_len(threads);
+        if self.attention.is_none() || attention > from.attention_len(threads) {
+            self.attention = Some(HostBuf::zeroed(attention * size_of::<f32>())?);
         }
         let has_moe = sizes.moe != MoeSizes::default();
         if has_moe && (self.moe.is_none() || more_rows || sizes.moe != from.moe) {
@@ -152,6 +164,15 @@ impl CpuBackend {
 }
 
 const UNPREPARED: &str = "prepare comes before the first step; this is a bug";
+
+/// A product as threads take it.
+fn taken<'a>(product: &'a mut Product<HostBuf>, rows: usize) -> products::Product<'a> {
+    let to = match &mut product.to {
+        To::Set(y) => (products::To::Set, &mut **y),
+        To::Add { x, .. } => (products::To::Add, &mut **x),
+    };
+    products::Product::new(product.w, product.bias, to, rows)
+}
 
 impl Backend for CpuBackend {
     type Buf = HostBuf;
@@ -220,7 +241,11 @@ impl Backend for CpuBackend {
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
         layout.check_type()?;
-        self.grow_scratch(Sizes { attention: attention::scratch_len(&layout), ..Sizes::default() })?;
+        self.grow_scratch(Sizes {
+            attention: attention::scratch_len(&layout),
+            partial: attention::partial_len(&layout),
+            ..Sizes::default()
+        })?;
         attention::alloc_kv(layout)
     }
 
@@ -228,6 +253,7 @@ impl Backend for CpuBackend {
         self.grow_scratch(Sizes {
             rows: limits.rows.max(limits.logit_rows),
             sparse: attention::sparse_scratch_len(limits),
+            partials: attention::partials(limits, self.pool.threads()),
             ..Sizes::default()
         })?;
         self.step = Some(Step::new(limits));
@@ -267,11 +293,30 @@ impl Backend for CpuBackend {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let products = self.products.as_mut().expect(UNPREPARED);
+        self.products(rows, Factor::Given(x), &mut [Product { w, bias, to: To::Set(y) }]);
+    }
+
+    fn products(&mut self, rows: usize, factor: Factor<HostBuf>, products: &mut [Product<HostBuf>]) {
         assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
-        let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
-        let bias = bias.map(|bias| &bias.f32()[..w.out]);
-        products.matmul(&mut self.pool, self.level, w, bias, (x, y));
+        let Some(inp) = products.first().map(|product| product.w.inp) else { return };
+        let factor = match factor {
+            Factor::Given(_) => factor,
+            made if source::is_made_apart(rows, inp, self.pool.threads()) => {
+                Factor::Given(made.made(self, rows, inp))
+            }
+            made => made,
+        };
+        let of = match factor {
+            Factor::Given(x) => Of::Given(x.f32()),
+            Factor::Normed { norm, x, .. } => Of::Normed(norm, x.f32()),
+            Factor::Activated { act, gate, up } => Of::Activated(act, gate.f32(), up.map(HostBuf::f32)),
+        };
+        let (source, scratch) = (Source { rows, inp, of }, self.products.as_mut().expect(UNPREPARED));
+        for products in products.chunks_mut(TOGETHER) {
+            let mut each = products.iter_mut();
+            let together = std::array::from_fn(|_| each.next().map(|product| taken(product, rows)));
+            scratch.multiply(&mut self.pool, self.level, &source, &together);
+        }
     }
 
     fn norm(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &HostBuf, y: &mut HostBuf) {

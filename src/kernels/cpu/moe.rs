@@ -7,11 +7,11 @@
 
 #![allow(unsafe_code)]
 
-use super::activation;
 use super::pool::{Parts, Pool};
-use super::products::Products;
+use super::products::{Product, Products, To};
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use crate::backend::{DeviceError, Expert, MoeShape, Scoring, Weight};
+use super::source::{Of, Source};
+use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
 use crate::host::HostBuf;
 use std::ops::Range;
 
@@ -257,16 +257,21 @@ impl Pass<'_> {
 
     fn run(&mut self, shape: &MoeShape, expert: &Expert<HostBuf>) {
         let Pass { pool, level, products, scratch, members } = self;
-        let (level, rows) = (*level, members.len());
+        let (rows, hidden) = (members.len(), expert.gate.inp);
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
-        multiply(pool, level, products, rows, &expert.gate, x, gate);
-        if let Some(weight) = &expert.up {
-            multiply(pool, level, products, rows, weight, x, up);
-        }
-        let gated = &mut gate.f32_mut()[..rows * shape.width];
+        let x = Source { rows, inp: hidden, of: Of::Given(&x.f32()[..rows * hidden]) };
+        let both = [
+            Some(Product::new(&expert.gate, None, (To::Set, gate), rows)),
+            expert.up.as_ref().map(|w| Product::new(w, None, (To::Set, up), rows)),
+            None,
+            None,
+        ];
+        products.multiply(pool, *level, &x, &both);
         let up = expert.up.as_ref().map(|_| up.f32());
-        activation::activate(pool, level, shape.activation, shape.width, gated, up);
-        multiply(pool, level, products, rows, &expert.down, gate, y);
+        let of = Of::Activated(shape.activation, gate.f32(), up);
+        let x = Source { rows, inp: shape.width, of };
+        let down = Product::new(&expert.down, None, (To::Set, y), rows);
+        products.multiply(pool, *level, &x, &[Some(down), None, None, None]);
     }
 
     /// y (rows, hidden) += the members' results, each times its score.
@@ -281,18 +286,4 @@ impl Pass<'_> {
             y.iter_mut().zip(result).for_each(|(y, result)| *y += score * *result);
         });
     }
-}
-
-/// y (rows, out) = x (rows, in) · wᵀ.
-fn multiply(
-    pool: &mut Pool,
-    level: Level,
-    products: &mut Products,
-    rows: usize,
-    w: &Weight<HostBuf>,
-    x: &HostBuf,
-    y: &mut HostBuf,
-) {
-    let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
-    products.matmul(pool, level, w, None, (x, y));
 }

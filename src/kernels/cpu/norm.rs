@@ -11,14 +11,19 @@ use crate::host::HostBuf;
 
 /// x = norm(x), (rows, width).
 pub fn norm(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
-    pool.for_rows(x, norm.width, |_, x| level.run(NormRow::new(norm, x)));
+    pool.for_rows(x, norm.width, |_, x| norm_row(level, norm, x));
+}
+
+/// The same of one row.
+pub fn norm_row(level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
+    level.run(NormRow::new(norm, x));
 }
 
 /// y = norm(x), both (rows, width).
 pub fn norm_to(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, norm.width, |row, y| {
         y.copy_from_slice(&x[row * norm.width..][..norm.width]);
-        level.run(NormRow::new(norm, y));
+        norm_row(level, norm, y);
     });
 }
 

@@ -4,6 +4,7 @@
 
 use crate::backend::{KvLayout, KvTable, StepLimits};
 use crate::batch::{Page, SINK_PAGE, SampleRow, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
+use crate::cpu::attention::RunItems;
 use std::ops::Range;
 
 /// Slot state and row map.
@@ -23,8 +24,8 @@ pub struct Step {
     parts: [Part; 2],
     /// The stack whose rows are the current ones.
     stack: SpanStack,
-    /// What attention needs to find a work item's run: the number of items up to each run's end.
-    pub item_ends: Vec<usize>,
+    /// What attention needs to find a work item's run.
+    pub run_items: Vec<RunItems>,
 }
 
 /// One page table for each slot, (slots, len).
@@ -83,7 +84,7 @@ impl Step {
             biases: Vec::with_capacity(limits.bias_room()),
             parts: Default::default(),
             stack: SpanStack::Decoder,
-            item_ends: Vec::with_capacity(limits.rows),
+            run_items: Vec::with_capacity(limits.rows),
         }
     }
 

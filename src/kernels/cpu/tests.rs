@@ -1,7 +1,7 @@
 //! What the conformance suite cannot see: that bits agree across instruction sets, threads and tilings.
 
 use super::*;
-use crate::conformance::{few_types, fingerprint, noise};
+use crate::conformance::{few_types, fingerprint, noise, split_bits};
 use crate::reference::draw;
 use crate::{
     DistanceBias, Mask, SampleMode, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens, Want,
@@ -11,6 +11,11 @@ fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
     CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
         .inspect_err(|error| eprintln!("skipped: {}: {error}", isa.name()))
         .ok()
+}
+
+/// One type for all ways of making a backend, so that what is made with them is compiled once.
+fn make(of: &(dyn Fn() -> CpuBackend + Sync)) -> &(dyn Fn() -> CpuBackend + Sync) {
+    of
 }
 
 fn limits(rows: usize, vocab: usize) -> StepLimits {
@@ -37,14 +42,44 @@ fn f32_buf(values: &[f32]) -> HostBuf {
 
 /// Bits of x (rows, inp) · wᵀ, row by row.
 fn product(cpu: &mut CpuBackend, ty: QuantType, rows: usize, out: usize, inp: usize) -> Vec<Vec<u32>> {
-    let mut codes = vec![0; ty.bytes(out * inp).unwrap()];
-    ty.quantize(&noise(1, out * inp), &mut codes);
-    cpu.prepare(&limits(rows, 1)).unwrap();
-    let w = cpu.upload_weight(ty, out, inp, &codes).unwrap();
-    let (x, bias) = (f32_buf(&noise(2, 64 * inp)[..rows * inp]), f32_buf(&noise(3, out)));
-    let mut y = cpu.alloc(rows * out * 4).unwrap();
-    cpu.matmul(rows, &w, Some(&bias), &x, &mut y);
-    y.f32().chunks(out).map(|row| row.iter().map(|y| y.to_bits()).collect()).collect()
+    Factors::new(ty, out, inp).product(cpu, rows)
+}
+
+/// What products of so many rows, and fewer, are made of.
+struct Factors {
+    ty: QuantType,
+    out: usize,
+    inp: usize,
+    codes: Vec<u8>,
+    x: Vec<f32>,
+}
+
+impl Factors {
+    const ROWS: usize = 64;
+
+    fn new(ty: QuantType, out: usize, inp: usize) -> Factors {
+        let mut codes = vec![0; ty.bytes(out * inp).unwrap()];
+        ty.quantize(&noise(1, out * inp), &mut codes);
+        Factors { ty, out, inp, codes, x: noise(2, Factors::ROWS * inp) }
+    }
+
+    fn product(&self, cpu: &mut CpuBackend, rows: usize) -> Vec<Vec<u32>> {
+        let Factors { ty, out, inp, codes, x } = self;
+        cpu.prepare(&limits(rows, 1)).unwrap();
+        let w = cpu.upload_weight(*ty, *out, *inp, codes).unwrap();
+        let (x, bias) = (f32_buf(&x[..rows * inp]), f32_buf(&noise(3, *out)));
+        let mut y = cpu.alloc(rows * out * 4).unwrap();
+        cpu.matmul(rows, &w, Some(&bias), &x, &mut y);
+        y.f32().chunks(*out).map(|row| row.iter().map(|y| y.to_bits()).collect()).collect()
+    }
+}
+
+/// The instruction sets that this machine has, without a second name for one of them.
+fn isas() -> impl Iterator<Item = Isa> {
+    let named = |isa: &Isa| *isa != Isa::Auto && backend(*isa, 1).is_some();
+    let best = backend(Isa::Auto, 1).expect("there is always an instruction set").isa();
+    assert!(backend(best, 1).is_some(), "the best one has a name, {best:?}");
+    Isa::ALL.into_iter().filter(named)
 }
 
 #[test]
@@ -52,13 +87,13 @@ fn products_have_the_same_bits_in_any_arrangement() {
     // Odd ends, several cuts, panels and items; a width at which few outs fit a panel.
     for (out, inp) in [(5, 33), (129, 1000), (131, 992), (67, 2048), (10, 20_000)] {
         for ty in few_types().filter(|ty| ty.bytes(inp).is_some()) {
-            for isa in Isa::ALL {
-                let Some(mut alone) = backend(isa, 1) else { continue };
-                let whole = product(&mut alone, ty, 64, out, inp);
+            let factors = Factors::new(ty, out, inp);
+            for isa in isas() {
+                let whole = factors.product(&mut backend(isa, 1).expect("it was there"), Factors::ROWS);
                 for threads in 1..4 {
                     let mut cpu = backend(isa, threads).expect("it was there");
                     for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 64] {
-                        let part = product(&mut cpu, ty, rows, out, inp);
+                        let part = factors.product(&mut cpu, rows);
                         assert!(
                             part[..] == whole[..rows],
                             "{isa:?} {threads} threads {ty} {rows}x{inp}x{out}"
@@ -84,8 +119,29 @@ fn fused_instruction_sets_have_the_same_bits() {
         }
     }
     let Some(_) = backend(Isa::Avx512F, 2) else { return };
-    let make = |isa| move || backend(isa, 2).expect("it was there");
-    assert!(fingerprint(&make(Isa::Avx512F)) == fingerprint(&make(Isa::Avx2)));
+    let bits = |isa| fingerprint::<CpuBackend>(&make(&|| backend(isa, 2).expect("it was there")));
+    assert!(bits(Isa::Avx512F) == bits(Isa::Avx2));
+}
+
+/// One thread folds splits as it goes, several have them apart.
+#[test]
+fn attention_over_splits_has_the_same_bits_in_any_arrangement() {
+    let mut fused: Option<Vec<u32>> = None;
+    // The other sets differ from these in products alone.
+    for isa in [Isa::Avx512F, Isa::Avx2, Isa::Portable] {
+        if backend(isa, 1).is_none() {
+            continue;
+        }
+        let bits =
+            |threads| split_bits::<CpuBackend>(&make(&|| backend(isa, threads).expect("it was there")));
+        let alone = bits(1);
+        for threads in 2..=4 {
+            assert!(bits(threads) == alone, "{isa:?}, {threads} threads");
+        }
+        if isa != Isa::Portable {
+            assert!(alone == *fused.get_or_insert_with(|| alone.clone()), "{isa:?}, other bits");
+        }
+    }
 }
 
 #[test]

@@ -22,6 +22,7 @@
 //!
 //! Invariant: the layouts are those of Inferflow's code, which puts the odd number of a pair into the digit of 11.
 
+use super::grid::Line;
 use super::{finite, half_at, put_half};
 
 /// How a block's numbers become codes and bytes.
@@ -36,6 +37,8 @@ pub(super) trait Affine {
     const CENTRES: bool;
     /// Bytes of base and scale.
     const HEAD: usize = 4;
+    /// How far bases and scales are apart, where that is far.
+    const COARSE: Option<Line> = None;
 
     /// Codes to the bytes behind base and scale.
     fn pack(codes: &[u8], to: &mut [u8]);
@@ -156,6 +159,7 @@ impl Affine for Q4B16 {
     const STEPS: f32 = 15.0;
     const CENTRES: bool = false;
     const HEAD: usize = 2;
+    const COARSE: Option<Line> = Some(Line { base: 0.01, scale: 0.001 });
 
     fn pack(codes: &[u8], to: &mut [u8]) {
         four::pack(codes, to);

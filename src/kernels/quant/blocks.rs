@@ -85,6 +85,21 @@ fn spread(upper: u32, codes: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) 
     }
 }
 
+/// Codes up to a highest where they lie behind scales and least numbers: upper bits first where there are some. Bytes of
+/// their own have 127 less.
+pub(super) fn put_codes(highest: u8, codes: &[u8], to: &mut [u8]) {
+    let mut values = [0f32; NUMBERS];
+    values.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from(*code));
+    match highest {
+        ..16 => _ = gather(&values, to, |code| code as u8),
+        16..32 => {
+            let (upper, lower) = to.split_at_mut(NUMBERS / 8);
+            upper.copy_from_slice(&gather(&values, lower, |code| code as u8).to_le_bytes());
+        }
+        32.. => to.iter_mut().zip(codes).for_each(|(to, code)| *to = code.wrapping_sub(127)),
+    }
+}
+
 /// The reverse; the upper bits.
 fn gather(values: &[f32], codes: &mut [u8], code: impl Fn(f32) -> u8) -> u32 {
     let (low, high) = values.split_at(NUMBERS / 2);

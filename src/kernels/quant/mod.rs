@@ -9,6 +9,10 @@ mod blocks;
 
 mod few;
 
+mod fit;
+
+mod grid;
+
 mod group;
 
 mod input;

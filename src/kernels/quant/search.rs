@@ -1,8 +1,8 @@
 //! The best scale, and where it has one the best minimum, of a run of numbers, by least squares.
 //!
 //! Rounding to the codes that a first scale gives, and then solving for the scale that suits those codes best, is
-//! repeated for some first scales around the obvious one; the least error wins. Every number counts by its magnitude:
-//! what is large in a matrix is what its products are made of.
+//! repeated for some first scales around the obvious one; the least error wins. Unless weights are given, every number
+//! counts by its magnitude: what is large in a matrix is what its products are made of.
 //! Invariant: the error is never more than that of the obvious scale.
 
 use half::f16;
@@ -20,6 +20,25 @@ pub(super) struct Symmetric {
     pub scale: f32,
 }
 
+/// How much each number's error counts.
+#[derive(Clone, Copy)]
+pub(super) enum Weighing<'a> {
+    /// By how large it is.
+    Magnitude,
+    /// As much as that, one weight for each.
+    Given(&'a [f32]),
+}
+
+impl Weighing<'_> {
+    /// Of those numbers alone.
+    pub fn part(&self, first: usize, len: usize) -> Weighing<'_> {
+        match self {
+            Weighing::Magnitude => Weighing::Magnitude,
+            Weighing::Given(weights) => Weighing::Given(&weights[first..][..len]),
+        }
+    }
+}
+
 /// First scales to each side, and how far they are apart, as shares of the obvious one's steps.
 const TRIES: i32 = 10;
 const APART: f32 = 0.1;
@@ -34,7 +53,8 @@ pub(super) fn nearest_signed(value: f32, unit: f32, n: i32) -> i32 {
     code(value, inverse(unit), -n as f32, (n - 1) as f32) as i32
 }
 
-fn inverse(unit: f32) -> f32 {
+/// Of a unit below all that count, 0.
+pub(super) fn inverse(unit: f32) -> f32 {
     if unit.abs() < f32::MIN_POSITIVE { 0.0 } else { 1.0 / unit }
 }
 
@@ -60,11 +80,16 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn new(numbers: &[f32]) -> Run<'_> {
-        let mean = numbers.iter().map(|x| x * x).sum::<f32>() / numbers.len() as f32;
+    fn new<'a>(numbers: &'a [f32], by: Weighing) -> Run<'a> {
         let mut weights = [0.0; LONGEST];
-        for (weight, x) in weights.iter_mut().zip(numbers) {
-            *weight = mean.sqrt() + x.abs();
+        match by {
+            Weighing::Magnitude => {
+                let mean = numbers.iter().map(|x| x * x).sum::<f32>() / numbers.len() as f32;
+                for (weight, x) in weights.iter_mut().zip(numbers) {
+                    *weight = mean.sqrt() + x.abs();
+                }
+            }
+            Weighing::Given(given) => weights[..given.len()].copy_from_slice(given),
         }
         Run { numbers, weights }
     }
@@ -118,14 +143,14 @@ impl Run<'_> {
 }
 
 /// Codes from 0 to `highest`.
-pub(super) fn affine(numbers: &[f32], highest: u8) -> Affine {
+pub(super) fn affine(numbers: &[f32], by: Weighing, highest: u8) -> Affine {
     let low = numbers.iter().copied().fold(0f32, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if high <= low {
         // All the same, and not above zero: the minimum alone says it.
         return Affine { scale: 0.0, least: -low };
     }
-    let (run, highest) = (Run::new(numbers), f32::from(highest));
+    let (run, highest) = (Run::new(numbers, by), f32::from(highest));
     let error = |fit: Affine| run.error(fit.scale, fit.least, (0.0, highest));
     let obvious = Affine { scale: (high - low) / highest, least: -low };
     let tries = (-TRIES..=TRIES)
@@ -138,13 +163,13 @@ fn least_of<T>(best: (T, f32), other: (T, f32)) -> (T, f32) {
 }
 
 /// Codes from `-n` to `n - 1`.
-pub(super) fn symmetric(numbers: &[f32], n: i32) -> Symmetric {
+pub(super) fn symmetric(numbers: &[f32], by: Weighing, n: i32) -> Symmetric {
     let further = |extreme: f32, x: &f32| if extreme.abs() < x.abs() { *x } else { extreme };
     let extreme = numbers.iter().fold(0f32, further);
     if extreme == 0.0 {
         return Symmetric::default();
     }
-    let (run, n) = (Run::new(numbers), n as f32);
+    let (run, n) = (Run::new(numbers, by), n as f32);
     let error = |scale: f32| run.error(scale, 0.0, (-n, n - 1.0));
     let tries = (-TRIES..=TRIES).map(|step| extreme / -(n + step as f32 * APART));
     let solved = tries.filter_map(|scale| run.rescaled(scale, n));
@@ -163,11 +188,11 @@ mod tests {
     fn a_grid_is_found() {
         for (scale, least) in [(0.25, 1.0), (0.5, 0.0), (3.0, 12.0)] {
             let run: Vec<f32> = (0..32).map(|n| (n * 7 % 16) as f32 * scale - least).collect();
-            let fit = affine(&run, 15);
+            let fit = affine(&run, Weighing::Magnitude, 15);
             assert!((fit.scale - scale).abs() < 1e-5 && (fit.least - least).abs() < 1e-4, "{fit:?}");
         }
         let run: Vec<f32> = (0..16).map(|n| (n - 8) as f32 * -0.5).collect();
-        assert!((symmetric(&run, 8).scale + 0.5).abs() < 1e-6);
+        assert!((symmetric(&run, Weighing::Magnitude, 8).scale + 0.5).abs() < 1e-6);
     }
 
     #[test]
@@ -183,7 +208,7 @@ mod tests {
                     |x: f32| x - (f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least);
                 run.iter().map(|x| (mean.sqrt() + x.abs()) * off(*x).powi(2)).sum()
             };
-            let (ours, theirs) = (error(affine(run, 15)), error(obvious));
+            let (ours, theirs) = (error(affine(run, Weighing::Magnitude, 15)), error(obvious));
             assert!(ours <= theirs);
             better += usize::from(ours < 0.99 * theirs);
         }
@@ -193,9 +218,9 @@ mod tests {
     #[test]
     fn runs_of_one_number_are_exact() {
         for x in [0.0, -3.5, 2.25] {
-            let fit = affine(&[x; 32], 15);
+            let fit = affine(&[x; 32], Weighing::Magnitude, 15);
             assert_eq!(f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least, x);
-            let Symmetric { scale } = symmetric(&[x; 16], 32);
+            let Symmetric { scale } = symmetric(&[x; 16], Weighing::Magnitude, 32);
             assert_eq!(nearest_signed(x, scale, 32) as f32 * scale, x);
         }
     }

@@ -14,7 +14,7 @@
 //! Invariant: reading follows ggml's order of operations, so that the values agree bit for bit.
 
 use super::parts::Parts;
-use super::search::{self, Affine, Symmetric};
+use super::search::{self, Affine, Symmetric, Weighing};
 use super::{finite, half_at, put_half};
 
 /// Numbers of a superblock.
@@ -225,9 +225,10 @@ struct Pairs<const RUNS: usize> {
 
 impl<const RUNS: usize> Pairs<RUNS> {
     /// The best pair for each run, where codes go up to `codes` and scales and minima to `scales`.
-    fn of(numbers: &[f32; NUMBERS], codes: u8, scales: u8) -> Pairs<RUNS> {
+    fn of(numbers: &[f32; NUMBERS], by: Weighing, codes: u8, scales: u8) -> Pairs<RUNS> {
         let runs: [Affine; RUNS] = std::array::from_fn(|run| {
-            search::affine(&numbers[run * NUMBERS / RUNS..][..NUMBERS / RUNS], codes)
+            let (first, len) = (run * NUMBERS / RUNS, NUMBERS / RUNS);
+            search::affine(&numbers[first..][..len], by.part(first, len), codes)
         });
         let largest = |of: fn(&Affine) -> f32| runs.iter().map(of).fold(0f32, f32::max);
         let d = search::halved(largest(|run| run.scale) / f32::from(scales));
@@ -251,9 +252,10 @@ struct Scales {
 
 impl Scales {
     /// The best scale for each run, where codes lie in `-codes..codes` and scales in `-scales..scales`.
-    fn of(numbers: &[f32; NUMBERS], codes: i32, scales: i32) -> Scales {
-        let runs: [Symmetric; 16] =
-            std::array::from_fn(|run| search::symmetric(&numbers[run * 16..][..16], codes));
+    fn of(numbers: &[f32; NUMBERS], by: Weighing, codes: i32, scales: i32) -> Scales {
+        let runs: [Symmetric; 16] = std::array::from_fn(|run| {
+            search::symmetric(&numbers[run * 16..][..16], by.part(run * 16, 16), codes)
+        });
         let further =
             |extreme: f32, run: &Symmetric| if extreme.abs() < run.scale.abs() { run.scale } else { extreme };
         let d = search::halved(runs.iter().fold(0.0, further) / -scales as f32);
@@ -267,8 +269,16 @@ impl Scales {
 }
 
 pub(super) fn quantize_q2_k(values: &[f32], out: &mut [u8]) {
+    write_q2_k(values, Weighing::Magnitude, out);
+}
+
+pub(super) fn fit_q2_k(values: &[f32], weights: &[f32], out: &mut [u8]) {
+    write_q2_k(values, Weighing::Given(weights), out);
+}
+
+fn write_q2_k(values: &[f32], by: Weighing, out: &mut [u8]) {
     for (numbers, to) in prepared(values, Q2_K_BYTES, out) {
-        let pairs = Pairs::<16>::of(&numbers, 3, 15);
+        let pairs = Pairs::<16>::of(&numbers, by, 3, 15);
         for (at, (scale, least)) in pairs.runs.iter().enumerate() {
             to[at] = scale | least << 4;
         }
@@ -281,8 +291,16 @@ pub(super) fn quantize_q2_k(values: &[f32], out: &mut [u8]) {
 }
 
 pub(super) fn quantize_q3_k(values: &[f32], out: &mut [u8]) {
+    write_q3_k(values, Weighing::Magnitude, out);
+}
+
+pub(super) fn fit_q3_k(values: &[f32], weights: &[f32], out: &mut [u8]) {
+    write_q3_k(values, Weighing::Given(weights), out);
+}
+
+fn write_q3_k(values: &[f32], by: Weighing, out: &mut [u8]) {
     for (numbers, to) in prepared(values, Q3_K_BYTES, out) {
-        let scales = Scales::of(&numbers, 4, 32);
+        let scales = Scales::of(&numbers, by, 4, 32);
         for (e, number) in numbers.iter().enumerate() {
             let code = scales.code(e / 16, *number, 4);
             put_field(&mut to[..32], e, 1, code >> 2);
@@ -305,8 +323,16 @@ fn put_pairs(to: &mut [u8], pairs: &Pairs<8>) {
 }
 
 pub(super) fn quantize_q4_k(values: &[f32], out: &mut [u8]) {
+    write_q4_k(values, Weighing::Magnitude, out);
+}
+
+pub(super) fn fit_q4_k(values: &[f32], weights: &[f32], out: &mut [u8]) {
+    write_q4_k(values, Weighing::Given(weights), out);
+}
+
+fn write_q4_k(values: &[f32], by: Weighing, out: &mut [u8]) {
     for (numbers, to) in prepared(values, Q4_K_BYTES, out) {
-        let pairs = Pairs::<8>::of(&numbers, 15, 63);
+        let pairs = Pairs::<8>::of(&numbers, by, 15, 63);
         put_pairs(to, &pairs);
         for (e, number) in numbers.iter().enumerate() {
             put_field(&mut to[16..], e, 4, pairs.code(e / 32, *number, 15));
@@ -315,8 +341,16 @@ pub(super) fn quantize_q4_k(values: &[f32], out: &mut [u8]) {
 }
 
 pub(super) fn quantize_q5_k(values: &[f32], out: &mut [u8]) {
+    write_q5_k(values, Weighing::Magnitude, out);
+}
+
+pub(super) fn fit_q5_k(values: &[f32], weights: &[f32], out: &mut [u8]) {
+    write_q5_k(values, Weighing::Given(weights), out);
+}
+
+fn write_q5_k(values: &[f32], by: Weighing, out: &mut [u8]) {
     for (numbers, to) in prepared(values, Q5_K_BYTES, out) {
-        let pairs = Pairs::<8>::of(&numbers, 31, 63);
+        let pairs = Pairs::<8>::of(&numbers, by, 31, 63);
         put_pairs(to, &pairs);
         let (upper, codes) = to[16..].split_at_mut(32);
         for (e, number) in numbers.iter().enumerate() {
@@ -328,8 +362,16 @@ pub(super) fn quantize_q5_k(values: &[f32], out: &mut [u8]) {
 }
 
 pub(super) fn quantize_q6_k(values: &[f32], out: &mut [u8]) {
+    write_q6_k(values, Weighing::Magnitude, out);
+}
+
+pub(super) fn fit_q6_k(values: &[f32], weights: &[f32], out: &mut [u8]) {
+    write_q6_k(values, Weighing::Given(weights), out);
+}
+
+fn write_q6_k(values: &[f32], by: Weighing, out: &mut [u8]) {
     for (numbers, to) in prepared(values, Q6_K_BYTES, out) {
-        let scales = Scales::of(&numbers, 32, 128);
+        let scales = Scales::of(&numbers, by, 32, 128);
         for (e, number) in numbers.iter().enumerate() {
             let code = scales.code(e / 16, *number, 32);
             let (byte, shift) = place_6(e);

@@ -7,10 +7,10 @@ use mainstem_kernels::Inputs;
 use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    Activation, AttentionShape, Backend, DistanceBias, Expert, HostBuf, KvLayer, KvLayout, KvTable, Mask,
-    MoeShape, Norm, NormKind, PageCopy, QuantType, Rope, RopeStretch, RopeStyle, SampleRow, Scoring, Share,
-    SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
-    TableUpdate, Want, Weight,
+    Activation, AttentionShape, Backend, DistanceBias, Expert, Factor, HostBuf, KvLayer, KvLayout, KvTable,
+    Mask, MoeShape, Norm, NormKind, PageCopy, Product, QuantType, Rope, RopeStretch, RopeStyle, SampleRow,
+    Scoring, Share, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepOutput, TableUpdate, To, Want, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ const LIMITS: StepLimits = StepLimits {
     slots: 4,
     rows: 64,
     logit_rows: 4,
-    positions: 64,
+    positions: 600,
     source_positions: 32,
     page_positions: 32,
     top_logprobs: 3,
@@ -73,9 +73,10 @@ fn main() {
     println!("test no_operation_allocates ... ok");
 }
 
-/// Over a cache of that type. The prompt takes all of its past, the drawn token a part.
+/// Over a cache of that type. The prompt takes all of its past, the drawn token a part. So many threads that the prompt's two
+/// splits are work items of their own.
 fn no_operation_allocates(ty: QuantType) {
-    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Coded })
+    let cpu = CpuBackend::new(CpuConfig { threads: 5, isa: Isa::Auto, inputs: Inputs::Coded })
         .expect("the CPU is there");
     let (mut everything, batch) = (Everything::new(cpu, ty), batch());
     let mut out = StepOutput::with_capacity(&LIMITS);
@@ -114,7 +115,7 @@ fn batch() -> StepBatch {
         spans: vec![
             span(encoder, 0, 0, 9, SpanTable::Scratch, Want::None),
             span(encoder, 1, 0, 9, SpanTable::Scratch, Want::None),
-            span(decoder, 0, 20, 22, SpanTable::Own, Want::Hidden),
+            span(decoder, 0, 500, 22, SpanTable::Own, Want::Hidden),
             span(decoder, 1, 40, 1, SpanTable::Own, Want::Last),
             span(decoder, 2, 0, 1, SpanTable::Sink, Want::Last),
         ],
@@ -143,6 +144,7 @@ struct Everything {
     y: HostBuf,
     angles: HostBuf,
     logits: HostBuf,
+    more: [HostBuf; 3],
 }
 
 impl Everything {
@@ -152,7 +154,7 @@ impl Everything {
         let mut everything = Everything {
             matrix: matrix(&mut cpu, QuantType::F16, LIMITS.positions, 1),
             blocks: [QuantType::Q4_0, QuantType::Q5_0].map(|ty| matrix(&mut cpu, ty, LIMITS.positions, 1)),
-            vector: floats(&mut cpu, WIDTH),
+            vector: floats(&mut cpu, LIMITS.positions),
             norm: norm(&mut cpu),
             rope: rope(&mut cpu),
             bias: DistanceBias { table, heads: HEADS, reach: LIMITS.positions },
@@ -162,6 +164,7 @@ impl Everything {
                 .alloc_kv(KvLayout { pages: LIMITS.scratch_positions() / 32, ..LAYOUT })
                 .expect("there is room"),
             logits: floats(&mut cpu, LIMITS.rows * LIMITS.positions),
+            more: [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * LIMITS.positions)),
             x,
             y,
             angles,
@@ -203,6 +206,28 @@ impl Everything {
         cpu.matmul(rows, matrix, Some(vector), y, logits);
         cpu.angles(rope, angles);
         cpu.rope(rope, angles, HEADS, DIM, y);
+        self.products(rows);
+    }
+
+    /// Of every kind of operand at once, and of rows that are made on the way.
+    fn products(&mut self, rows: usize) {
+        let Everything {
+            cpu, matrix, blocks, vector, norm, x, y, logits, more: [first, second, third], ..
+        } = self;
+        let [four, five] = blocks;
+        let vector = &*vector;
+        let normed = Factor::Normed { norm, x, room: y };
+        cpu.products(
+            rows,
+            normed,
+            &mut [
+                product(matrix, vector, To::Set(first)),
+                product(four, vector, To::Set(second)),
+                product(five, vector, To::Set(third)),
+            ],
+        );
+        let activated = Factor::Activated { act: Activation::Silu, gate: y, up: Some(x) };
+        cpu.products(rows, activated, &mut [product(four, vector, To::Add { x: logits, room: first })]);
     }
 
     fn attention(&mut self, stack: SpanStack) {
@@ -245,6 +270,10 @@ impl Everything {
         cpu.scale(rows, WIDTH, 2.0, x);
         cpu.softcap(rows, WIDTH, 30.0, x);
     }
+}
+
+fn product<'a>(w: &'a Weight<HostBuf>, bias: &'a HostBuf, to: To<'a, HostBuf>) -> Product<'a, HostBuf> {
+    Product { w, bias: Some(bias), to }
 }
 
 fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {

@@ -4,7 +4,7 @@
 
 use super::Attention;
 use super::cache::BLOCK;
-use super::tile::Query;
+use super::query::Query;
 use crate::cpu::activation::capped;
 use crate::cpu::simd::{Kernel, LANES, Simd};
 

@@ -12,8 +12,8 @@
 //! Invariant: a sum's order follows from dimensions and positions alone, and a position that is not seen enters nothing.
 
 use super::cache::BLOCK;
+use super::query::Seen;
 use super::stored::Stored;
-use super::tile::Seen;
 use crate::cpu::simd::{LANES, Simd};
 use crate::host::HostBuf;
 use crate::quant::{GROUP_BYTES, GROUP_NUMBERS, QuantType};

@@ -6,6 +6,10 @@
 //! that share a KV head (heads of a group, neighbouring rows of a span) pass over a block together, so that it is
 //! loaded and converted once.
 //!
+//! That goes for each split of 512 positions by itself, and the results of splits are folded in ascending order
+//! (`partial.rs`). A thread does both for its query vectors, unless that left other threads idle: then a split is a work item,
+//! and folding another job. Which it is changes no result.
+//!
 //! Invariant: a query vector's arithmetic is the same in whichever tile it passes, and positions it does
 //! not see enter nothing, be they NaN.
 
@@ -17,29 +21,36 @@ mod grouped;
 mod plain;
 mod stored;
 
+mod plan;
+
 mod adjust;
+mod query;
+
+mod partial;
+mod pass;
 mod sparse;
 mod tile;
 
 pub use cache::{alloc_kv, copy_pages, store_kv};
+pub use plan::{RunItems, partials};
 
 use super::pool::{Parts, Pool};
 use super::simd::{LANES, Level};
-use super::step::{Run, Step};
-use crate::backend::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, StepLimits};
-use crate::batch::SpanTable;
+use super::step::Step;
+use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits};
 use crate::host::HostBuf;
-use cache::Places;
+use cache::{BLOCK, Places};
+use partial::{Fold, Partials};
+use plan::{Item, Plan, Way};
 use sparse::Sparse;
-use std::ops::Range;
 use stored::{ForStored, Stored, with_stored};
-use tile::Tile;
+use tile::{Kept, Tile};
 
 /// Query vectors of one work item.
 const ITEM_QUERIES: usize = 32;
 
-/// F32 numbers of scratch that each thread needs for a cache, whatever the sequences: for each query vector its sums of values, and those of its own
-/// numbers over groups.
+/// F32 numbers of scratch that each thread needs for a cache, whatever the sequences: for each query vector its sums of values,
+/// those of its own numbers over groups, and what it has of the splits before.
 pub fn scratch_len(layout: &KvLayout) -> usize {
     struct Groups(usize);
     impl ForStored for Groups {
@@ -48,7 +59,13 @@ pub fn scratch_len(layout: &KvLayout) -> usize {
             groups::<C>(self.0)
         }
     }
-    ITEM_QUERIES * (padded(layout.v_dim) + with_stored(layout.ty, Groups(layout.k_dim)))
+    let groups = with_stored(layout.ty, Groups(layout.k_dim));
+    ITEM_QUERIES * (padded(layout.v_dim) + groups + partial_len(layout))
+}
+
+/// F32 numbers of a partial result of a cache; [`partials`] says how many there may be.
+pub fn partial_len(layout: &KvLayout) -> usize {
+    partial::len(layout.v_dim)
 }
 
 /// The same for positions of which not all are attended to, whatever the cache.
@@ -74,7 +91,8 @@ pub struct Inputs<'a> {
     pub cache: &'a KvLayer<HostBuf>,
 }
 
-/// out (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len` numbers per thread, or more.
+/// out (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len` numbers per thread, and partial results as
+/// far as it is longer.
 pub fn attention(
     pool: &mut Pool,
     level: Level,
@@ -90,24 +108,14 @@ pub fn attention(
     assert!(shape.mask.suits(shape.table), "{:?} has no meaning over {:?}", shape.mask, shape.table);
     assert!(shape.bias.is_none_or(|bias| bias.heads == shape.heads), "a bias for each head");
     let group = shape.heads / layout.kv_heads;
-    let items = number_items(step, layout.kv_heads, group);
+    let thread_len = scratch_len(&layout) + sparse_scratch_len(&step.limits);
+    let threads = pool.threads();
+    let room = (scratch.len() - threads * thread_len) / partial_len(&layout);
+    let plan = Plan::new(step, shape, layout.kv_heads, threads, room);
     let (out, scratch) = (Parts::new(out), Parts::new(scratch));
     let op = Attention { step, shape, group, layout, q, cache, out };
     assert!(op.is_reached(), "the bias reaches every distance");
-    with_stored(layout.ty, Attend { pool, level, op: &op, items, scratch });
-}
-
-/// Notes each run's share of the work items; gives their number.
-fn number_items(step: &mut Step, kv_heads: usize, group: usize) -> usize {
-    let mut ends = std::mem::take(&mut step.item_ends);
-    let mut items = 0;
-    ends.clear();
-    for run in step.runs() {
-        items += kv_heads * (run.len * group).div_ceil(ITEM_QUERIES);
-        ends.push(items);
-    }
-    step.item_ends = ends;
-    items
+    with_stored(layout.ty, Attend { pool, level, op: &op, plan, scratch, thread_len });
 }
 
 /// One attention operation, as the threads see it.
@@ -126,70 +134,67 @@ struct Attend<'a, 'b> {
     pool: &'a mut Pool,
     level: Level,
     op: &'a Attention<'b>,
-    items: usize,
+    plan: Plan,
+    /// (threads, thread_len), and then partial results.
     scratch: Parts<'a, f32>,
+    thread_len: usize,
 }
 
 impl ForStored for Attend<'_, '_> {
     type Out = ();
 
     fn run<C: Stored>(self) {
-        let op = self.op;
+        let Attend { pool, level, op, plan, scratch, thread_len } = self;
         let places = Places::new::<C>(op.layout);
-        let (tile_len, sparse_len) = (scratch_len(&op.layout), sparse_scratch_len(&op.step.limits));
-        let len = tile_len + sparse_len;
-        let (k, v) = (C::of(&op.cache.k), C::of(&op.cache.v));
-        self.pool.run(self.items, |worker, item| {
-            let (run, kv_head, queries) = op.item(item);
+        let start = pool.threads() * thread_len;
+        let partials = Partials { numbers: &scratch, start, len: partial_len(&op.layout) };
+        pool.run(plan.items, |worker, item| {
             // SAFETY: each worker has its own scratch and is in one item at a time.
-            let scratch = unsafe { self.scratch.part(worker * len..(worker + 1) * len) };
-            let (scratch, scores) = scratch.split_at_mut(tile_len);
-            let (sums, q_sums) = scratch.split_at_mut(ITEM_QUERIES * padded(op.layout.v_dim));
-            let tile = Tile::<C> { op, places, k, v, run, kv_head, queries, sums, q_sums };
-            match (run.table, op.shape.table) {
-                (SpanTable::Sink, KvTable::Cross) => tile.see_nothing(),
-                (SpanTable::Sink, _) => tile.copy_own_value(),
-                (SpanTable::Own, KvTable::Own) if run.drawn && sparse_len > 0 => {
-                    self.level.run(Sparse { tile, scores });
-                }
-                _ => self.level.run(tile),
+            let scratch = unsafe { scratch.part(worker * thread_len..(worker + 1) * thread_len) };
+            attend::<C>(level, op, places, op.item(item), (scratch, partials));
+        });
+        pool.run(plan.folds, |_, tile| {
+            let Item { run, kv_head, queries, apart } = op.tile(tile);
+            if let Some(apart) = apart {
+                level.run(Fold { op, run, kv_head, queries, apart, partials });
             }
         });
     }
 }
 
-impl<'a> Attention<'a> {
-    /// What work item `item` is: a run, a KV head, and which of the run's query vectors for that head,
-    /// counted by row and then by head of the group.
-    fn item(&self, item: usize) -> (&'a Run, usize, Range<usize>) {
-        let ends = &self.step.item_ends;
-        let number = ends.partition_point(|&end| end <= item);
-        let run = &self.step.runs()[number];
-        let within = item - if number == 0 { 0 } else { ends[number - 1] };
-        let kv_heads = self.layout.kv_heads;
-        let first = within / kv_heads * ITEM_QUERIES;
-        (run, within % kv_heads, first..(first + ITEM_QUERIES).min(run.len * self.group))
+/// Does one work item, with a thread's scratch.
+fn attend<C: Stored>(
+    level: Level,
+    op: &Attention,
+    places: Places,
+    item: Item,
+    (scratch, partials): (&mut [f32], Partials),
+) {
+    let (scratch, scores) = scratch.split_at_mut(scratch_len(&op.layout));
+    let (sums, scratch) = scratch.split_at_mut(ITEM_QUERIES * padded(op.layout.v_dim));
+    let (folded, q_sums) = scratch.split_at_mut(ITEM_QUERIES * partials.len);
+    let Item { run, kv_head, queries, apart } = item;
+    let kept = match apart {
+        Some(apart) => Kept::Apart(apart, partials),
+        None => Kept::Folded(folded),
+    };
+    let (k, v) = (C::of(&op.cache.k), C::of(&op.cache.v));
+    let tile = Tile::<C> { op, places, k, v, run, kv_head, queries, sums, q_sums, kept };
+    match Way::of(&op.step.limits, op.shape.table, run) {
+        Way::Nothing => tile.see_nothing(),
+        Way::OwnValue => tile.copy_own_value(),
+        Way::Some => level.run(Sparse { tile, scores }),
+        Way::All => level.run(tile),
     }
+}
 
+impl Attention<'_> {
     /// Whether the bias, if there is one, has an entry for every position that a row sees.
     fn is_reached(&self) -> bool {
         let Some(bias) = self.shape.bias else { return true };
         self.step.rows().iter().all(|row| {
-            let seen = self.seen(self.step.run_of(row), row.position);
+            let seen = plan::seen(self.shape, self.step.run_of(row), row.position);
             seen.is_empty() || seen.end <= row.position + bias.reach && row.position < seen.start + bias.reach
         })
-    }
-
-    /// The positions that a row of the run sees from `position`.
-    fn seen(&self, run: &Run, position: usize) -> Range<usize> {
-        let (before, end) = match (self.shape.mask, self.shape.table) {
-            (Mask::Causal { window }, _) => (window.map(|window| window - 1), position + 1),
-            (Mask::Whole { window }, table) => {
-                let whole = if table == KvTable::Cross { run.source } else { run.len };
-                (window, window.map_or(whole, |after| whole.min(position + after + 1)))
-            }
-        };
-        let first = before.map_or(0, |before| position.saturating_sub(before));
-        first.min(end)..end
     }
 }

@@ -4,8 +4,8 @@
 //! together.
 
 use super::cache::BLOCK;
+use super::query::Seen;
 use super::stored::Stored;
-use super::tile::Seen;
 use crate::cpu::simd::{Code, LANES, Simd};
 use crate::host::HostBuf;
 use std::marker::PhantomData;

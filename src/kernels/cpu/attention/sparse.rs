@@ -8,8 +8,9 @@
 //! from nothing beside the sequence; V of others is not read, be it NaN.
 
 use super::cache::BLOCK;
+use super::query::{Query, Seen};
 use super::stored::Stored;
-use super::tile::{Query, Seen, Tile};
+use super::tile::Tile;
 use super::{ITEM_QUERIES, padded};
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
 
@@ -145,6 +146,7 @@ impl<C: Stored> Kernel for Sparse<'_, '_, C> {
     fn run<S: Simd>(mut self, simd: S) {
         let count = self.tile.queries.len();
         let queries = self.tile.begin();
+        self.tile.clear();
         let mut totals = [0.0; ITEM_QUERIES];
         for (number, query) in queries[..count].iter().enumerate() {
             let largest = self.score(simd, query, number);

@@ -6,7 +6,7 @@
 use super::cache::BLOCK;
 use super::grouped::{Bytes, Grouped, HalfBytes};
 use super::plain::Plain;
-use super::tile::Seen;
+use super::query::Seen;
 use crate::cpu::simd::{Bf16, F16, F32, Simd};
 use crate::host::HostBuf;
 use crate::quant::QuantType;

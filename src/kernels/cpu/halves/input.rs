@@ -4,8 +4,9 @@
 //! Invariant: a number becomes the BF16 nearest to it, halves to even.
 
 use super::{BLOCK, BLOCK_BYTES};
-use crate::cpu::matmul::Tiles;
 use crate::cpu::pool::{Parts, Pool};
+use crate::cpu::simd::Level;
+use crate::cpu::source::{Rooms, Source, Tiles};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
@@ -15,18 +16,15 @@ pub fn row_bytes(inp: usize) -> usize {
 }
 
 /// Packs the rows of each tile. `to` holds [`row_bytes`] for each row.
-pub fn pack(pool: &mut Pool, tiles: &Tiles, (inp, x): (usize, &[f32]), to: &mut [u8]) {
-    let each = row_bytes(inp);
+pub fn pack(pool: &mut Pool, level: Level, source: &Source, tiles: &Tiles, rooms: &Rooms, to: &mut [u8]) {
+    let each = row_bytes(source.inp);
     let to = Parts::new(to);
-    pool.run(tiles.count(), |_, tile| {
-        let rows = tiles.rows_of(tile);
+    source.for_each(pool, level, tiles, rooms, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.part(rows.start * each..rows.end * each) };
-        for (r, x) in x[rows.start * inp..rows.end * inp].chunks_exact(inp).enumerate() {
-            let blocks = to[r * BLOCK_BYTES..].chunks_mut(rows.len() * BLOCK_BYTES);
-            for (x, to) in x.chunks(BLOCK).zip(blocks) {
-                put(x, &mut to[..BLOCK_BYTES]);
-            }
+        let blocks = to[r * BLOCK_BYTES..].chunks_mut(rows.len() * BLOCK_BYTES);
+        for (x, to) in x.chunks(BLOCK).zip(blocks) {
+            put(x, &mut to[..BLOCK_BYTES]);
         }
     });
 }

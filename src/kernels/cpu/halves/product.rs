@@ -45,6 +45,18 @@ impl Dots {
     }
 }
 
+impl Dots {
+    /// Rows of the largest tile.
+    pub fn tile_rows(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Dots::Amx(_) => amx::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Dots::Avx512(_) => 6,
+        }
+    }
+}
+
 /// Where some strips and some rows lie.
 pub struct Operands<const O: usize> {
     /// Each strip's first block.
@@ -81,11 +93,14 @@ pub unsafe fn multiply_tiles(
     sums: &mut [f32],
 ) {
     let [(first, rows), (second, more)] = inputs;
-    registers.zero::<{ amx::SUMS[0][0] }>();
-    registers.zero::<{ amx::SUMS[0][1] }>();
-    if more > 0 {
-        registers.zero::<{ amx::SUMS[1][0] }>();
-        registers.zero::<{ amx::SUMS[1][1] }>();
+    // SAFETY: a tile is set up if it has rows.
+    unsafe {
+        registers.zero::<{ amx::SUMS[0][0] }>();
+        registers.zero::<{ amx::SUMS[0][1] }>();
+        if more > 0 {
+            registers.zero::<{ amx::SUMS[1][0] }>();
+            registers.zero::<{ amx::SUMS[1][1] }>();
+        }
     }
     for block in 0..blocks {
         let [w0, w1] = strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));

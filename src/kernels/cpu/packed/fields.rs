@@ -23,6 +23,8 @@ pub trait Fields: 'static {
     const ZERO: Zero;
     /// Scales of 32 numbers: 1, or 2 of 16 numbers each.
     const RUNS: usize = 1;
+    /// The same, unpacked.
+    type Unpacked: Fields;
 
     /// Scales and bases of block number `block` of 32 numbers. Of one run the second scale means nothing, and without a
     /// base that does not.
@@ -41,6 +43,7 @@ pub struct Scale<const ZERO: u32>;
 impl<const ZERO: u32> Fields for Scale<ZERO> {
     const WIDTHS: &'static [usize] = &[2];
     const ZERO: Zero = Zero::Power(ZERO);
+    type Unpacked = Scales<ZERO, 1>;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
@@ -56,6 +59,7 @@ pub struct BaseScale;
 impl Fields for BaseScale {
     const WIDTHS: &'static [usize] = &[2, 2];
     const ZERO: Zero = Zero::Base;
+    type Unpacked = ScaleAndBase;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
@@ -71,6 +75,7 @@ pub struct ScaleBase;
 impl Fields for ScaleBase {
     const WIDTHS: &'static [usize] = &[2, 2];
     const ZERO: Zero = Zero::Base;
+    type Unpacked = ScaleAndBase;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
@@ -86,6 +91,7 @@ pub struct Divisor;
 impl Fields for Divisor {
     const WIDTHS: &'static [usize] = &[2, 2];
     const ZERO: Zero = Zero::Base;
+    type Unpacked = ScaleAndBase;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
@@ -101,6 +107,7 @@ pub struct Sixes;
 impl Fields for Sixes {
     const WIDTHS: &'static [usize] = &[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1];
     const ZERO: Zero = Zero::Base;
+    type Unpacked = ScaleAndBase;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, block: usize) -> ([S::V; 2], S::V) {
@@ -143,6 +150,7 @@ impl Fields for Sixteens {
     const WIDTHS: &'static [usize] = &[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2];
     const ZERO: Zero = Zero::Power(5);
     const RUNS: usize = 2;
+    type Unpacked = Scales<5, 2>;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, block: usize) -> ([S::V; 2], S::V) {
@@ -150,5 +158,41 @@ impl Fields for Sixteens {
         let d = unsafe { simd.halves(at.add(16 * STRIP)) };
         let runs = unsafe { at.add(2 * block * STRIP).cast::<[[i8; LANES]; 2]>().read() };
         ([simd.mul(d, simd.load_i8(&runs[0])), simd.mul(d, simd.load_i8(&runs[1]))], d)
+    }
+}
+
+/// Bytes of 16 F32.
+const SINGLES: usize = 4 * STRIP;
+
+/// RUNS scales in F32; codes are 2^ZERO too large.
+pub struct Scales<const ZERO: u32, const RUNS: usize>;
+
+impl<const ZERO: u32, const RUNS: usize> Fields for Scales<ZERO, RUNS> {
+    const WIDTHS: &'static [usize] = if RUNS == 1 { &[4] } else { &[4, 4] };
+    const ZERO: Zero = Zero::Power(ZERO);
+    const RUNS: usize = RUNS;
+    type Unpacked = Self;
+
+    #[inline(always)]
+    unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
+        // SAFETY: the caller's promise.
+        let (first, last) = unsafe { (simd.singles(at), simd.singles(at.add((RUNS - 1) * SINGLES))) };
+        ([first, last], first)
+    }
+}
+
+/// Scale and base in F32.
+pub struct ScaleAndBase;
+
+impl Fields for ScaleAndBase {
+    const WIDTHS: &'static [usize] = &[4, 4];
+    const ZERO: Zero = Zero::Base;
+    type Unpacked = Self;
+
+    #[inline(always)]
+    unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
+        // SAFETY: the caller's promise.
+        let (scale, base) = unsafe { (simd.singles(at), simd.singles(at.add(SINGLES))) };
+        ([scale; 2], base)
     }
 }

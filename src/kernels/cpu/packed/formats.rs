@@ -5,7 +5,7 @@
 use super::STRIP;
 use super::codes::{Bytes, Codes, Elevens, Nibbles};
 use super::fields::{BaseScale, Divisor, Fields, Scale, ScaleBase, Sixes, Sixteens};
-use crate::quant::QuantType;
+use crate::quant::{INPUT_BLOCK, QuantType};
 use std::marker::PhantomData;
 
 /// How a format is packed.
@@ -19,6 +19,8 @@ pub trait Format: 'static {
     const CODE_BYTES: usize = Self::NUMBERS / Self::Codes::NUMBERS * Self::Codes::BYTES;
     /// Bytes of a block's fields, of sixteen outs.
     const FIELD_BYTES: usize = STRIP * sum(Self::Fields::WIDTHS);
+    /// Whether it may come from memory.
+    const STREAMS: bool = true;
 }
 
 const fn sum(widths: &[usize]) -> usize {
@@ -38,6 +40,19 @@ impl<C: Codes, F: Fields, const NUMBERS: usize> Format for Of<C, F, NUMBERS> {
     type Fields = F;
     const NUMBERS: usize = NUMBERS;
 }
+
+/// Bytes and F32, to which a format is unpacked that many rows are multiplied with.
+pub struct Unpacked<F>(PhantomData<F>);
+
+impl<F: Fields> Format for Unpacked<F> {
+    type Codes = Bytes;
+    type Fields = F;
+    const NUMBERS: usize = INPUT_BLOCK;
+    const STREAMS: bool = false;
+}
+
+/// What a format is unpacked to.
+pub type Wide<F> = Unpacked<<<F as Format>::Fields as Fields>::Unpacked>;
 
 /// Something to be done for the [`Format`] that belongs to a type known at run time.
 pub trait ForFormat {

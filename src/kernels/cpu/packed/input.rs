@@ -6,8 +6,8 @@
 
 use crate::cpu::pool::{Parts, Pool};
 use crate::cpu::simd::{IntKernel, Ints, Level};
+use crate::cpu::source::{Rooms, Source, Tiles};
 use crate::quant::{INPUT_BLOCK, InputBlock};
-use std::ops::Range;
 
 /// Bytes of a row's block.
 pub const ROW_BYTES: usize = INPUT_BLOCK + 4 * WORD;
@@ -15,42 +15,33 @@ pub const ROW_BYTES: usize = INPUT_BLOCK + 4 * WORD;
 pub const WORD: usize = 4;
 
 /// Packs the rows of each tile. `to` holds [`ROW_BYTES`] for each block of each row.
-pub fn pack(
-    pool: &mut Pool,
-    level: Level,
-    tiles: usize,
-    rows_of: impl Fn(usize) -> Range<usize> + Sync,
-    (inp, x): (usize, &[f32]),
-    to: &mut [u8],
-) {
-    let row = inp / INPUT_BLOCK * ROW_BYTES;
+pub fn pack(pool: &mut Pool, level: Level, source: &Source, tiles: &Tiles, rooms: &Rooms, to: &mut [u8]) {
+    let row = source.inp / INPUT_BLOCK * ROW_BYTES;
     let to = Parts::new(to);
-    pool.run(tiles, |_, tile| {
-        let rows = rows_of(tile);
+    source.for_each(pool, level, tiles, rooms, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.part(rows.start * row..rows.end * row) };
-        level.run_ints(Tile { rows: rows.len(), inp, x: &x[rows.start * inp..rows.end * inp], to });
+        level.run_ints(Row { r, rows: rows.len(), x, to });
     });
 }
 
-struct Tile<'a> {
+/// Row number `r` of `rows` of a tile.
+struct Row<'a> {
+    r: usize,
     rows: usize,
-    inp: usize,
     x: &'a [f32],
     to: &'a mut [u8],
 }
 
-impl IntKernel for Tile<'_> {
+impl IntKernel for Row<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Ints>(self, _: S) {
-        let Tile { rows, inp, x, to } = self;
-        for (r, x) in x.chunks_exact(inp).enumerate() {
-            let blocks = x.as_chunks::<INPUT_BLOCK>().0.iter().zip(to.chunks_exact_mut(rows * ROW_BYTES));
-            for (x, to) in blocks {
-                put(&InputBlock::of(x), r, rows, to);
-            }
+        let Row { r, rows, x, to } = self;
+        let blocks = x.as_chunks::<INPUT_BLOCK>().0.iter().zip(to.chunks_exact_mut(rows * ROW_BYTES));
+        for (x, to) in blocks {
+            put(&InputBlock::of(x), r, rows, to);
         }
     }
 }

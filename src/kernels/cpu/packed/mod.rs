@@ -6,7 +6,7 @@
 //! fields, so that codes begin where cache lines do. Outs beyond the last are zero.
 //!
 //! In reading order: `codes` and `fields` (how these lie), `formats` (which format is which), `store` (there and back),
-//! `input` (the other operand), `product` (one tile), `matmul` (all of them).
+//! `input` (the other operand), `product` (one tile), `tiles` (the same by AMX), `panel` (several), `matmul` (all of them).
 //! Invariant: packed weights take the bytes of the blocks, and give them back one for one.
 
 #![allow(unsafe_code)]
@@ -16,10 +16,13 @@ mod fields;
 mod formats;
 mod input;
 mod matmul;
+mod panel;
 mod product;
 mod store;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
-pub use matmul::{PackedScratch, matmul};
+pub use matmul::PackedScratch;
 pub use store::{pack, packed_bytes, read};
 
 /// Outs of a strip.

@@ -10,7 +10,7 @@
 
 use super::codes::{Codes, HALF};
 use super::fields::{Fields, Zero};
-use super::formats::Format;
+use super::formats::{Format, Wide};
 use super::input::{ROW_BYTES, WORD};
 use crate::cpu::simd::{BYTES, IntKernel, Ints, LANES, prefetch};
 use crate::quant::INPUT_BLOCK;
@@ -26,13 +26,13 @@ pub struct Tile<'a, F, const R: usize, const O: usize> {
     fields: [*const u8; O],
     input: *const u8,
     blocks: Range<usize>,
-    sums: &'a mut [f32],
+    sums: (&'a mut [f32], usize),
     format: PhantomData<F>,
 }
 
 impl<'a, F: Format, const R: usize, const O: usize> Tile<'a, F, R, O> {
-    /// Codes and fields are those of each strip's first block, `input` the tile's R rows from the first block on. To `sums`
-    /// (R, O, 16), what earlier blocks gave, go the products of `blocks`.
+    /// Codes and fields are those of each strip's first block, `input` the tile's R rows from the first block on. To `sums`,
+    /// what earlier blocks gave, O times 16 of each row, rows a stride apart, go the products of `blocks`.
     ///
     /// # Safety
     /// * Codes, fields and input can be read up to the end of `blocks`, as long as the tile lives.
@@ -40,7 +40,7 @@ impl<'a, F: Format, const R: usize, const O: usize> Tile<'a, F, R, O> {
         (codes, fields): ([*const u8; O], [*const u8; O]),
         input: *const u8,
         blocks: Range<usize>,
-        sums: &'a mut [f32],
+        sums: (&'a mut [f32], usize),
     ) -> Tile<'a, F, R, O> {
         Tile { codes, fields, input, blocks, sums, format: PhantomData }
     }
@@ -54,11 +54,11 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
 
     #[inline(always)]
     fn run<S: Ints>(self, simd: S) {
-        let (sums, _) = self.sums.as_chunks_mut::<LANES>();
+        let (sums, stride) = (self.sums.0.as_chunks_mut::<LANES>().0, self.sums.1 / LANES);
         let mut totals = [[simd.splat(0.0); O]; R];
         for r in 0..R {
             for o in 0..O {
-                totals[r][o] = simd.load(&sums[r * O + o]);
+                totals[r][o] = simd.load(&sums[r * stride + o]);
             }
         }
         for block in self.blocks {
@@ -74,7 +74,7 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
         }
         for r in 0..R {
             for o in 0..O {
-                simd.store(totals[r][o], &mut sums[r * O + o]);
+                simd.store(totals[r][o], &mut sums[r * stride + o]);
             }
         }
     }
@@ -112,10 +112,67 @@ impl<S: Ints> Strip<S> {
         unsafe {
             let codes = codes.add(block * F::CODE_BYTES + part / together * F::Codes::BYTES);
             let (scales, base) = F::Fields::scales(simd, fields.add(block * F::FIELD_BYTES), part);
-            for line in 0..F::Codes::BYTES / together / BYTES {
-                prefetch(codes.wrapping_add(AHEAD + line * BYTES));
+            if F::STREAMS {
+                for line in 0..F::Codes::BYTES / together / BYTES {
+                    prefetch(codes.wrapping_add(AHEAD + line * BYTES));
+                }
             }
             Strip { codes, within: part % together, scales, base }
+        }
+    }
+}
+
+/// Some blocks of a strip, to be unpacked.
+pub struct Unpack<'a, F> {
+    strip: (*const u8, *const u8),
+    blocks: Range<usize>,
+    less: u8,
+    codes: &'a mut [u8],
+    fields: &'a mut [f32],
+    format: PhantomData<F>,
+}
+
+impl<'a, F: Format> Unpack<'a, F> {
+    /// Codes and fields are those of the strip's first block. `blocks` go to `codes`, each code less `less`, and `fields`, as
+    /// [`Wide`] has them.
+    ///
+    /// # Safety
+    /// * Codes and fields can be read up to the end of `blocks`.
+    pub unsafe fn new(
+        strip: (*const u8, *const u8),
+        blocks: Range<usize>,
+        less: u8,
+        (codes, fields): (&'a mut [u8], &'a mut [f32]),
+    ) -> Unpack<'a, F> {
+        Unpack { strip, blocks, less, codes, fields, format: PhantomData }
+    }
+}
+
+impl<F: Format> IntKernel for Unpack<'_, F> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Ints>(self, simd: S) {
+        let parts = F::NUMBERS / INPUT_BLOCK;
+        let codes = self.codes.as_chunks_mut::<BYTES>().0.as_chunks_mut::<{ 2 * HALF }>().0;
+        let fields = self.fields.as_chunks_mut::<LANES>().0;
+        let each = const { Wide::<F>::FIELD_BYTES / (LANES * size_of::<f32>()) };
+        for (i, (codes, fields)) in codes.iter_mut().zip(fields.chunks_exact_mut(each)).enumerate() {
+            let (block, part) = (self.blocks.start + i / parts, i % parts);
+            if block == self.blocks.end {
+                break;
+            }
+            // SAFETY: who made this promised that its pointers cover the blocks; here and below.
+            let strip = unsafe { Strip::<S>::of::<F>(simd, self.strip.0, self.strip.1, block, part) };
+            for number in 0..HALF {
+                let pair = unsafe { F::Codes::pair(simd, strip.codes, strip.within, number) };
+                let pair = pair.map(|codes| simd.less(codes, self.less));
+                simd.put_bytes(pair[0], &mut codes[number]);
+                simd.put_bytes(pair[1], &mut codes[number + HALF]);
+            }
+            let last = if F::Fields::ZERO == Zero::Base { strip.base } else { strip.scales[each - 1] };
+            simd.store(strip.scales[0], &mut fields[0]);
+            simd.store(last, &mut fields[each - 1]);
         }
     }
 }

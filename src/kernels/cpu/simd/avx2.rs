@@ -2,7 +2,7 @@
 //!
 //! Invariant: an `Avx2` exists only on a CPU that has the features its shim enables.
 
-use super::ints::{IntKernel, Ints};
+use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
@@ -228,6 +228,14 @@ impl Ints for Avx2 {
         unsafe { W(_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())) }
     }
     #[inline(always)]
+    fn put_bytes(self, b: W, to: &mut [u8; BYTES]) {
+        let to = to.as_mut_ptr();
+        proven!({
+            _mm256_storeu_si256(to.cast(), b.0);
+            _mm256_storeu_si256(to.add(32).cast(), b.1);
+        })
+    }
+    #[inline(always)]
     fn no_bytes(self) -> W {
         self.zero()
     }
@@ -242,6 +250,10 @@ impl Ints for Avx2 {
     #[inline(always)]
     fn over(self, a: W, b: W, by: u32) -> W {
         both!([a = a, b = b] _mm256_or_si256(a, _mm256_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
+    }
+    #[inline(always)]
+    fn less(self, b: W, by: u8) -> W {
+        both!([b = b] _mm256_sub_epi8(b, _mm256_set1_epi8(by as i8)))
     }
     #[inline(always)]
     fn elevens(self, b: W) -> [W; 2] {

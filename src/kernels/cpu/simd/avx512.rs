@@ -4,7 +4,7 @@
 //! says that it is.
 //! Invariant: an `Avx512` exists only on a CPU that has the features its shims enable.
 
-use super::ints::{IntKernel, Ints};
+use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
@@ -203,6 +203,10 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
         unsafe { _mm512_loadu_si512(at.cast()) }
     }
     #[inline(always)]
+    fn put_bytes(self, b: __m512i, to: &mut [u8; BYTES]) {
+        proven!(_mm512_storeu_si512(to.as_mut_ptr().cast(), b))
+    }
+    #[inline(always)]
     fn no_bytes(self) -> __m512i {
         self.zero()
     }
@@ -217,6 +221,10 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     #[inline(always)]
     fn over(self, a: __m512i, b: __m512i, by: u32) -> __m512i {
         proven!(_mm512_or_si512(a, _mm512_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
+    }
+    #[inline(always)]
+    fn less(self, b: __m512i, by: u8) -> __m512i {
+        proven!(_mm512_sub_epi8(b, _mm512_set1_epi8(by as i8)))
     }
     #[inline(always)]
     fn elevens(self, b: __m512i) -> [__m512i; 2] {

@@ -25,11 +25,14 @@ pub trait Ints: Simd {
     /// # Safety
     /// * 64 bytes can be read at `at`.
     unsafe fn bytes(self, at: *const u8) -> Self::B;
+    fn put_bytes(self, b: Self::B, to: &mut [u8; BYTES]);
     fn no_bytes(self) -> Self::B;
     /// Bits `from..from + n` of every byte, n under 8.
     fn bits(self, b: Self::B, from: u32, n: u32) -> Self::B;
     /// a | b << by, where nothing is shifted out of a byte of b.
     fn over(self, a: Self::B, b: Self::B, by: u32) -> Self::B;
+    /// Every byte less `by`, modulo 256.
+    fn less(self, b: Self::B, by: u8) -> Self::B;
     /// The lower seven bits of every byte, below 121, modulo 11 and divided by it.
     fn elevens(self, b: Self::B) -> [Self::B; 2];
 
@@ -54,6 +57,15 @@ pub trait Ints: Simd {
     unsafe fn halves(self, at: *const u8) -> Self::V {
         // SAFETY: the caller's promise; any bytes are numbers.
         self.load_f16(&unsafe { at.cast::<[u16; LANES]>().read_unaligned() })
+    }
+    /// Sixteen F32.
+    ///
+    /// # Safety
+    /// * 64 bytes can be read at `at`.
+    #[inline(always)]
+    unsafe fn singles(self, at: *const u8) -> Self::V {
+        // SAFETY: the caller's promise; any bytes are numbers.
+        self.load(&unsafe { at.cast::<[f32; LANES]>().read_unaligned() })
     }
     /// Sixteen bytes without sign.
     fn small(self, bytes: [u8; LANES]) -> Self::V;

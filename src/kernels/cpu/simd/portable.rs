@@ -12,9 +12,24 @@ pub struct Portable;
 
 type V = [f32; LANES];
 
+/// A plain loop: the library's way of making arrays is a call for each element where the compiler does not look through it.
+#[inline(always)]
+fn made<T: Copy + Default, const N: usize>(of: impl Fn(usize) -> T) -> [T; N] {
+    let mut made = [T::default(); N];
+    for (i, made) in made.iter_mut().enumerate() {
+        *made = of(i);
+    }
+    made
+}
+
+#[inline(always)]
+fn each<A: Copy, T: Copy + Default, const N: usize>(a: &[A; N], op: impl Fn(A) -> T) -> [T; N] {
+    made(|i| op(a[i]))
+}
+
 #[inline(always)]
 fn zip(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
-    std::array::from_fn(|i| op(a[i], b[i]))
+    made(|i| op(a[i], b[i]))
 }
 
 impl Simd for Portable {
@@ -38,19 +53,19 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load_f16(self, x: &[u16; LANES]) -> V {
-        x.map(widen_f16)
+        each(x, widen_f16)
     }
     #[inline(always)]
     fn load_bf16(self, x: &[u16; LANES]) -> V {
-        x.map(|x| f32::from_bits(u32::from(x) << 16))
+        each(x, |x| f32::from_bits(u32::from(x) << 16))
     }
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
-        x.map(f32::from)
+        each(x, f32::from)
     }
     #[inline(always)]
     fn load_nibbles(self, x: &[u8; LANES]) -> [V; 2] {
-        [x.map(|x| f32::from(x & 15)), x.map(|x| f32::from(x >> 4))]
+        [each(x, |x| f32::from(x & 15)), each(x, |x| f32::from(x >> 4))]
     }
     #[inline(always)]
     fn store(self, v: V, to: &mut [f32; LANES]) {
@@ -74,7 +89,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn mul_add(self, a: V, b: V, c: V) -> V {
-        std::array::from_fn(|i| a[i] * b[i] + c[i])
+        made(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]
     fn min(self, a: V, b: V) -> V {
@@ -86,11 +101,11 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn first(self, n: usize, v: V, rest: V) -> V {
-        std::array::from_fn(|i| if i < n { v[i] } else { rest[i] })
+        made(|i| if i < n { v[i] } else { rest[i] })
     }
     #[inline(always)]
     fn where_less(self, a: V, b: V, v: V, rest: V) -> V {
-        std::array::from_fn(|i| if a[i] < b[i] { v[i] } else { rest[i] })
+        made(|i| if a[i] < b[i] { v[i] } else { rest[i] })
     }
     #[inline(always)]
     fn scale(self, v: V, shifted: V) -> V {
@@ -132,20 +147,28 @@ impl Ints for Portable {
         unsafe { at.cast::<[u8; BYTES]>().read_unaligned() }
     }
     #[inline(always)]
+    fn put_bytes(self, b: [u8; BYTES], to: &mut [u8; BYTES]) {
+        *to = b;
+    }
+    #[inline(always)]
     fn no_bytes(self) -> [u8; BYTES] {
         [0; BYTES]
     }
     #[inline(always)]
     fn bits(self, b: [u8; BYTES], from: u32, n: u32) -> [u8; BYTES] {
-        b.map(|b| b >> from & ((1 << n) - 1))
+        each(&b, |b| b >> from & ((1 << n) - 1))
     }
     #[inline(always)]
     fn over(self, a: [u8; BYTES], b: [u8; BYTES], by: u32) -> [u8; BYTES] {
-        std::array::from_fn(|i| a[i] | b[i] << by)
+        made(|i| a[i] | b[i] << by)
+    }
+    #[inline(always)]
+    fn less(self, b: [u8; BYTES], by: u8) -> [u8; BYTES] {
+        each(&b, |b| b.wrapping_sub(by))
     }
     #[inline(always)]
     fn elevens(self, b: [u8; BYTES]) -> [[u8; BYTES]; 2] {
-        [b.map(|b| (b & 127) % 11), b.map(|b| (b & 127) / 11)]
+        [each(&b, |b| (b & 127) % 11), each(&b, |b| (b & 127) / 11)]
     }
 
     #[inline(always)]
@@ -159,27 +182,28 @@ impl Ints for Portable {
     }
     #[inline(always)]
     fn sub_ints(self, a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
-        std::array::from_fn(|i| a[i] - b[i])
+        made(|i| a[i] - b[i])
     }
     #[inline(always)]
     fn times_power(self, i: [i32; LANES], by: u32) -> [i32; LANES] {
-        i.map(|i| i << by)
+        each(&i, |i| i << by)
     }
     #[inline(always)]
     fn dot(self, sum: [i32; LANES], w: [u8; BYTES], x: [i32; LANES]) -> [i32; LANES] {
-        std::array::from_fn(|lane| {
+        made(|lane| {
             let x = x[lane].to_le_bytes();
             let product = |i: usize| i32::from(w[4 * lane + i]) * i32::from(x[i] as i8);
-            sum[lane] + product(0) + product(1) + product(2) + product(3)
+            // No sum of codes is that large; a check for it would keep lanes from being vectors.
+            sum[lane].wrapping_add(product(0) + product(1) + product(2) + product(3))
         })
     }
     #[inline(always)]
     fn to_float(self, i: [i32; LANES]) -> V {
-        i.map(|i| i as f32)
+        each(&i, |i| i as f32)
     }
     #[inline(always)]
     fn small(self, bytes: [u8; LANES]) -> V {
-        bytes.map(f32::from)
+        each(&bytes, f32::from)
     }
 }
 

@@ -1,0 +1,117 @@
+//! One pass of query vectors over a block of K and V.
+//!
+//! Invariant: how many pass together decides only when a block is loaded, never what is added to what.
+
+use super::cache::BLOCK;
+use super::partial::base;
+use super::query::{Query, Seen};
+use super::stored::Stored;
+use super::tile::Tile;
+use super::{ITEM_QUERIES, padded};
+use crate::cpu::simd::{LANES, Simd, exp};
+
+/// What a query vector has besides its sums: the largest score so far, and the sum of the weights, by lane.
+pub struct Weights<S: Simd> {
+    pub largest: [f32; ITEM_QUERIES],
+    pub totals: [S::V; ITEM_QUERIES],
+}
+
+impl<C: Stored> Tile<'_, '_, C> {
+    /// Lets queries from `first` on pass over a block, as many as the instruction set has room for; gives their number. What it
+    /// has none for is not even compiled.
+    #[inline(always)]
+    pub fn pass_some<S: Simd>(
+        &mut self,
+        simd: S,
+        queries: &[Query],
+        first: usize,
+        block: usize,
+        weights: &mut Weights<S>,
+    ) -> usize {
+        let left = queries.len() - first;
+        if const { S::TILE_QUERIES >= 8 } && left >= 8 {
+            return self.pass::<S, 8>(simd, queries, first, block, weights);
+        }
+        if const { S::TILE_QUERIES >= 4 } && left >= 4 {
+            return self.pass::<S, 4>(simd, queries, first, block, weights);
+        }
+        if const { S::TILE_QUERIES >= 2 } && left >= 2 {
+            return self.pass::<S, 2>(simd, queries, first, block, weights);
+        }
+        self.pass::<S, 1>(simd, queries, first, block, weights)
+    }
+
+    /// Lets queries `first..first + T` of the tile pass over a block; gives T.
+    #[inline(always)]
+    fn pass<S: Simd, const T: usize>(
+        &mut self,
+        simd: S,
+        queries: &[Query],
+        first: usize,
+        block: usize,
+        weights: &mut Weights<S>,
+    ) -> usize {
+        let (mut seen, mut none) = ([Seen::default(); T], true);
+        for t in 0..T {
+            seen[t] = queries[first + t].seen(block);
+            none &= seen[t].is_empty();
+        }
+        if none {
+            return T;
+        }
+        let (k, v) = self.block(block);
+        let scores = self.scores::<S, T>(simd, &queries[first..first + T], first, k);
+        let mut p = [[0.0; BLOCK]; T];
+        for t in 0..T {
+            if !seen[t].is_empty() {
+                let scores = self.adjusted(simd, &queries[first + t], block, scores[t]);
+                p[t] = self.weigh(simd, first + t, seen[t], scores, weights);
+            }
+        }
+        let padded = padded(self.op.layout.v_dim);
+        let sums = &mut self.sums[first * padded..][..T * padded];
+        // What they see ascends, so between two alike all are alike.
+        if seen[0] == seen[T - 1] {
+            C::add_values::<S, T>(simd, seen[0], &p, v, sums);
+        } else {
+            for (t, sums) in sums.chunks_exact_mut(padded).enumerate() {
+                C::add_values::<S, 1>(simd, seen[t], &[p[t]], v, sums);
+            }
+        }
+        T
+    }
+
+    /// Weights of the positions that query number `query` of the tile sees of a block, relative to
+    /// the largest score so far; what was summed relative to an earlier one is scaled to it.
+    #[inline(always)]
+    fn weigh<S: Simd>(
+        &mut self,
+        simd: S,
+        query: usize,
+        seen: Seen,
+        scores: [S::V; 2],
+        weights: &mut Weights<S>,
+    ) -> [f32; BLOCK] {
+        let [low, high] = seen.choose(simd, scores, simd.splat(f32::NEG_INFINITY));
+        let before = weights.largest[query];
+        let largest = before.max(simd.largest(simd.max(low, high)));
+        if largest > before {
+            let factor = exp(simd, simd.sub(simd.splat(before), simd.splat(largest)));
+            weights.largest[query] = largest;
+            weights.totals[query] = simd.mul(weights.totals[query], factor);
+            let padded = padded(self.op.layout.v_dim);
+            for sums in self.sums[query * padded..][..padded].as_chunks_mut::<LANES>().0 {
+                simd.store(simd.mul(simd.load(sums), factor), sums);
+            }
+        }
+        let largest = simd.splat(base(largest));
+        let low = exp(simd, simd.sub(low, largest));
+        let high = exp(simd, simd.sub(high, largest));
+        weights.totals[query] = simd.add(weights.totals[query], simd.add(low, high));
+        let mut p = [0.0; BLOCK];
+        let (lanes, _) = p.as_chunks_mut::<LANES>();
+        simd.store(low, &mut lanes[0]);
+        simd.store(high, &mut lanes[1]);
+        p
+    }
+}

@@ -1,0 +1,97 @@
+//! One query vector: what it sees, and where its result goes.
+//!
+//! Invariant: a query vector belongs to one tile, and nobody else writes its result.
+
+use super::plan::{seen, splits};
+use super::{Attention, BLOCK};
+use crate::cpu::simd::{LANES, Simd, store_part};
+use crate::cpu::step::Run;
+use std::ops::Range;
+
+/// One query vector.
+#[derive(Clone, Copy, Default)]
+pub struct Query {
+    pub head: usize,
+    pub position: usize,
+    /// Row and head as one index into (rows, heads).
+    pub vector: usize,
+    /// The positions it sees: from the first up to the second.
+    pub from: usize,
+    pub to: usize,
+}
+
+/// Which positions of a block a query vector sees.
+#[derive(Clone, Copy, Default, PartialEq)]
+pub struct Seen {
+    pub from: usize,
+    pub to: usize,
+}
+
+impl Query {
+    /// The blocks of what it sees.
+    #[inline(always)]
+    pub fn blocks(&self) -> Range<usize> {
+        self.from / BLOCK..self.to.div_ceil(BLOCK)
+    }
+
+    /// The splits of what it sees.
+    #[inline(always)]
+    pub fn splits(&self) -> Range<usize> {
+        splits(&(self.from..self.to))
+    }
+
+    #[inline(always)]
+    pub fn seen(&self, block: usize) -> Seen {
+        let within = |position: usize| position.saturating_sub(block * BLOCK).min(BLOCK);
+        Seen { from: within(self.from), to: within(self.to) }
+    }
+}
+
+impl Seen {
+    #[inline(always)]
+    pub fn is_empty(self) -> bool {
+        self.from >= self.to
+    }
+
+    /// The lanes of the positions seen; `rest` in the others.
+    #[inline(always)]
+    pub fn choose<S: Simd>(self, simd: S, [low, high]: [S::V; 2], rest: S::V) -> [S::V; 2] {
+        let mut low = simd.first(self.to, low, rest);
+        let mut high = simd.first(self.to.saturating_sub(LANES), high, rest);
+        if self.from > 0 {
+            low = simd.first(self.from, rest, low);
+            high = simd.first(self.from.saturating_sub(LANES), rest, high);
+        }
+        [low, high]
+    }
+}
+
+impl Attention<'_> {
+    /// Query vector `number` of a run for a KV head, counted by row and then by head of the group.
+    #[inline(always)]
+    pub fn query(&self, run: &Run, kv_head: usize, number: usize) -> Query {
+        let (head, position) = (kv_head * self.group + number % self.group, run.start + number / self.group);
+        let seen = seen(self.shape, run, position);
+        let vector = (run.first_row + number / self.group) * self.shape.heads + head;
+        Query { head, position, vector, from: seen.start, to: seen.end }
+    }
+
+    /// Where a query vector's result goes.
+    #[allow(clippy::mut_from_ref)] // nobody else writes there
+    pub fn out(&self, query: &Query) -> &mut [f32] {
+        let v_dim = self.layout.v_dim;
+        // SAFETY: a query vector belongs to one item at a time, and so does its place in `out`.
+        unsafe { self.out.part(query.vector * v_dim..(query.vector + 1) * v_dim) }
+    }
+
+    /// Writes sums over their total; zeros where nothing was seen. Where nothing but scores of -inf was, both are 0, and the result is
+    /// NaN.
+    #[inline(always)]
+    pub fn write<S: Simd>(&self, simd: S, query: &Query, sums: &[f32], total: f32) {
+        let sees_nothing = query.from >= query.to;
+        let total = simd.splat(if sees_nothing { 1.0 } else { total });
+        for (sums, out) in sums.as_chunks::<LANES>().0.iter().zip(self.out(query).chunks_mut(LANES)) {
+            store_part(simd, simd.div(simd.load(sums), total), out);
+        }
+    }
+}

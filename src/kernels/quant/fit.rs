@@ -1,0 +1,109 @@
+//! Codes by weighted least squares, for whoever has the time: the second way to write a block.
+//!
+//! A format's own equations look at a block's range alone; here the sum of the squares of what is lost is made small, each
+//! square times how much its number counts. Formats that store numbers as they are have nothing to choose.
+//!
+//! Invariant: that sum is never more than with the format's own codes, for the less is taken of what both give back. A
+//! block with a number that F16 cannot hold, and one whose numbers are all the same, have the format's own codes.
+
+use super::grid::{self, Centred, G4B64, Least};
+use super::{QuantType, affine, superblocks};
+use half::f16;
+
+/// Writes a block: (values, weights, bytes).
+type Search = fn(&[f32], &[f32], &mut [u8]);
+
+/// Numbers of the longest block, and bytes of the largest.
+const NUMBERS_MAX: usize = superblocks::NUMBERS;
+const BYTES_MAX: usize = superblocks::Q6_K_BYTES;
+
+impl QuantType {
+    /// Writes the codes of whole blocks of a type that is written, so that they lose little. A value's square error counts as
+    /// often as `importance` says, a number of at least 0 for each value; without it, and in blocks that it is 0 for, all
+    /// count alike.
+    pub fn fit(self, values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+        self.quantize(values, out);
+        let Some(search) = search_of(self) else { return };
+        let row = self.row();
+        let mut found = [0; BYTES_MAX];
+        let found = &mut found[..row.block_bytes];
+        let blocks = values.chunks_exact(row.block_elements).zip(out.chunks_exact_mut(row.block_bytes));
+        for (number, (values, out)) in blocks.enumerate() {
+            if !can_be_searched(values) {
+                continue;
+            }
+            let own = importance.map(|importance| &importance[number * row.block_elements..][..values.len()]);
+            let weights = weights(own);
+            let weights = &weights[..values.len()];
+            found.copy_from_slice(out);
+            search(values, weights, found);
+            if self.error(values, weights, found) < self.error(values, weights, out) {
+                out.copy_from_slice(found);
+            }
+        }
+    }
+
+    /// The weighted squares of what a block loses.
+    fn error(self, values: &[f32], weights: &[f32], block: &[u8]) -> f64 {
+        let mut back = [0f32; NUMBERS_MAX];
+        let back = &mut back[..values.len()];
+        self.dequantize(block, back);
+        let lost = |((value, back), weight): ((&f32, &f32), &f32)| {
+            f64::from(*weight) * (f64::from(*value) - f64::from(*back)).powi(2)
+        };
+        values.iter().zip(&*back).zip(weights).map(lost).sum()
+    }
+}
+
+/// How a format's blocks are searched for, where they are.
+fn search_of(ty: QuantType) -> Option<Search> {
+    use QuantType::*;
+    Some(match ty {
+        Q8_0 => grid::search::<Centred<254, 127>>,
+        Q4_0 => grid::search::<Centred<15, 8>>,
+        Q5_0 => grid::search::<Centred<31, 16>>,
+        Q4_1 => grid::search::<Least<15>>,
+        Q5_1 => grid::search::<Least<31>>,
+        Q2_K => superblocks::fit_q2_k,
+        Q3_K => superblocks::fit_q3_k,
+        Q4_K => superblocks::fit_q4_k,
+        Q5_K => superblocks::fit_q5_k,
+        Q6_K => superblocks::fit_q6_k,
+        Q8_B32T1 => grid::search::<affine::Q8B32T1>,
+        Q6_B64T1 => grid::search::<affine::Q6B64T1>,
+        Q5_B64T1 => grid::search::<affine::Q5B64T1>,
+        Q4_B64T1 => grid::search::<affine::Q4B64T1>,
+        Q4_B32T1A => grid::search::<affine::Q4B32T1A>,
+        Q4_B32T1B => grid::search::<affine::Q4B32T1B>,
+        Q4_B16 => grid::search::<affine::Q4B16>,
+        Q3H_B64T1 => grid::search::<affine::Q3HB64T1>,
+        Q3_B32T1A => grid::search::<affine::Q3B32T1A>,
+        Q3_B32T1B => grid::search::<affine::Q3B32T1B>,
+        Q2_B32T1A => grid::search::<affine::Q2B32T1A>,
+        Q2_B32T1B => grid::search::<affine::Q2B32T1B>,
+        G4_B64 => grid::search::<G4B64>,
+        F32 | F16 | BF16 | IQ4_NL | IQ4_XS | TQ1_0 | TQ2_0 | MXFP4 => return None,
+    })
+}
+
+/// Whether F16 holds all of them, and there are two.
+fn can_be_searched(values: &[f32]) -> bool {
+    let holds = |value: &f32| value.abs() <= f16::MAX.to_f32();
+    values.iter().all(holds) && values.iter().any(|value| *value != values[0])
+}
+
+/// How much each number of a block counts, 1 in the mean.
+fn weights(importance: Option<&[f32]>) -> [f32; NUMBERS_MAX] {
+    let mut weights = [1.0; NUMBERS_MAX];
+    let Some(importance) = importance else { return weights };
+    let mean = importance.iter().map(|x| f64::from(*x)).sum::<f64>() / importance.len() as f64;
+    if mean > 0.0 {
+        for (weight, importance) in weights.iter_mut().zip(importance) {
+            *weight = (f64::from(*importance) / mean) as f32;
+        }
+    }
+    weights
+}
+
+#[cfg(test)]
+mod tests;
