@@ -11,6 +11,7 @@ pub mod bench;
 mod completions;
 mod flags;
 pub mod perplexity;
+mod reading;
 pub mod run;
 pub mod serve;
 mod spinner;

@@ -2,6 +2,7 @@
 //!
 //! Invariant: made once, for the largest step and the widest layer of either stack.
 
+use super::importance::Observer;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use mainstem_kernels::{Backend, DeviceError, StepLimits};
 
@@ -40,6 +41,8 @@ pub struct Activations<Buf> {
     /// Wanted rows whose logits have room at once.
     pub logit_rows: usize,
     pub hidden: usize,
+    /// Who is shown what products read.
+    pub observer: Option<Observer>,
 }
 
 impl<Buf> Activations<Buf> {
@@ -72,6 +75,7 @@ impl<Buf> Activations<Buf> {
             own_logits: alloc(limits.logit_rows, w.own_vocab)?,
             logit_rows: limits.logit_rows,
             hidden: w.hidden,
+            observer: None,
         })
     }
 }

@@ -3,12 +3,21 @@
 //! Invariant: a row's codes depend on its own numbers, on neither the threads nor the rows beside it; so it does not matter
 //! whether a matrix is coded whole or in pieces.
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, ensure};
 use mainstem_kernels::QuantType;
 use std::thread::Builder;
 
 /// Numbers that are worth a thread.
 const NUMBERS_EACH_MIN: usize = 1 << 15;
+
+/// How codes are chosen.
+#[derive(Clone, Copy, Debug)]
+pub enum Codes<'a> {
+    /// By the format's own equations.
+    Equations,
+    /// By least squares: an error counts by its column, if there is a number for each, else as any other.
+    LeastSquares(Option<&'a [f32]>),
+}
 
 /// Whole rows of a matrix as they are stored.
 #[derive(Clone, Copy)]
@@ -20,8 +29,12 @@ pub struct Rows<'a> {
 }
 
 /// The rows in another number format, whose blocks they are whole numbers of.
-pub fn coded(rows: Rows, ty: QuantType, threads: usize) -> Result<Vec<u8>> {
+pub fn coded(rows: Rows, ty: QuantType, by: Codes, threads: usize) -> Result<Vec<u8>> {
     let (stored, coded) = (row_bytes(rows.ty, rows.width)?, row_bytes(ty, rows.width)?);
+    if let Codes::LeastSquares(Some(columns)) = by {
+        let (told, width) = (columns.len(), rows.width);
+        ensure!(told == width, "{told} columns count, of {width}; this is a bug");
+    }
     let count = rows.bytes.len() / stored.max(1);
     let mut codes = vec![0; count * coded];
     let least = (NUMBERS_EACH_MIN / rows.width.max(1)).max(1);
@@ -32,7 +45,7 @@ pub fn coded(rows: Rows, ty: QuantType, threads: usize) -> Result<Vec<u8>> {
         let mut threads = Vec::new();
         for (bytes, codes) in parts {
             let part = Rows { bytes, ..rows };
-            threads.push(Builder::new().spawn_scoped(scope, move || code_rows(part, ty, codes)));
+            threads.push(Builder::new().spawn_scoped(scope, move || code_rows(part, ty, by, codes)));
         }
         let ends: Vec<_> = threads.into_iter().map(|thread| Ok(thread?.join())).collect();
         ends.into_iter().try_for_each(|end: Result<_, std::io::Error>| {
@@ -42,13 +55,16 @@ pub fn coded(rows: Rows, ty: QuantType, threads: usize) -> Result<Vec<u8>> {
     Ok(codes)
 }
 
-fn code_rows(rows: Rows, ty: QuantType, codes: &mut [u8]) {
+fn code_rows(rows: Rows, ty: QuantType, by: Codes, codes: &mut [u8]) {
     let (stored, coded) = (rows.ty.bytes(rows.width), ty.bytes(rows.width));
     let (Some(stored @ 1..), Some(coded @ 1..)) = (stored, coded) else { return };
     let mut values = vec![0.0; rows.width];
     for (bytes, codes) in rows.bytes.chunks_exact(stored).zip(codes.chunks_exact_mut(coded)) {
         rows.ty.dequantize(bytes, &mut values);
-        ty.quantize(&values, codes);
+        match by {
+            Codes::Equations => ty.quantize(&values, codes),
+            Codes::LeastSquares(columns) => ty.fit(&values, columns, codes),
+        }
     }
 }
 
@@ -70,12 +86,16 @@ mod tests {
         let (width, count) = (512, 130);
         let bytes = numbers(width * count);
         let rows = Rows { ty: QuantType::F32, width, bytes: &bytes };
-        for ty in [QuantType::Q4_K, QuantType::Q6_B64T1, QuantType::BF16] {
-            let whole = coded(rows, ty, 1).unwrap();
+        let columns: Vec<f32> = (0..width).map(|column| (column % 7) as f32).collect();
+        let ways = [Codes::Equations, Codes::LeastSquares(None), Codes::LeastSquares(Some(&columns))];
+        let types = [QuantType::Q4_K, QuantType::Q6_B64T1, QuantType::BF16];
+        for (ty, by) in types.into_iter().flat_map(|ty| ways.map(|by| (ty, by))) {
+            let whole = coded(rows, ty, by, 1).unwrap();
             for threads in [0, 2, 3, 1000] {
-                assert!(coded(rows, ty, threads).unwrap() == whole, "{ty}, {threads} threads");
+                assert!(coded(rows, ty, by, threads).unwrap() == whole, "{ty}, {threads} threads");
             }
-            let each = bytes.chunks(3 * width * 4).map(|bytes| coded(Rows { bytes, ..rows }, ty, 2).unwrap());
+            let each =
+                bytes.chunks(3 * width * 4).map(|bytes| coded(Rows { bytes, ..rows }, ty, by, 2).unwrap());
             assert!(each.collect::<Vec<_>>().concat() == whole, "{ty} in pieces");
         }
     }
@@ -84,9 +104,16 @@ mod tests {
     fn what_cannot_be_coded_is_an_error() {
         let bytes = numbers(96);
         let rows = Rows { ty: QuantType::F32, width: 48, bytes: &bytes };
-        assert!(coded(rows, QuantType::Q4_0, 1).unwrap_err().to_string().contains("rows of 48 numbers"));
+        assert!(
+            coded(rows, QuantType::Q4_0, Codes::Equations, 1)
+                .unwrap_err()
+                .to_string()
+                .contains("rows of 48 numbers")
+        );
         // A format that is only read has no way to be written: a panic on a thread, which ends there.
-        let panicked = coded(Rows { width: 32, ..rows }, QuantType::IQ4_NL, 2).unwrap_err().to_string();
+        let panicked = coded(Rows { width: 32, ..rows }, QuantType::IQ4_NL, Codes::Equations, 2)
+            .unwrap_err()
+            .to_string();
         assert!(panicked.contains("iq4_nl has panicked"), "{panicked}");
     }
 }

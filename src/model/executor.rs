@@ -1,8 +1,9 @@
 //! A model with its cache on one device: what turns a [`StepBatch`] into a [`StepOutput`].
 //!
-//! Invariant: everything is allocated in `new`; `run` allocates nothing.
+//! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
 
 use super::activations::{Activations, activation_bytes};
+use super::importance::Observer;
 use super::load::{self, Model, TensorRecord};
 use super::schedule::{self, Caches, Traffic};
 use super::shard::Shard;
@@ -86,7 +87,10 @@ impl<B: Backend> ModelExecutor<B> {
         let kv_bytes = measure.since_last();
         let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
         let scratch = scratch.context("allocating the encoder's cache")?;
-        let act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
+        let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
+        let is_whole = members == 1;
+        ensure!(is_whole || source.observations.is_none(), "members see parts of inputs; this is a bug");
+        act.observer = source.observations.clone().map(Observer::new);
         let activation_bytes = measure.since_last();
         backend.prepare(&limits).context("allocating the step buffers")?;
         let report = ExecutorReport {

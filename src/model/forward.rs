@@ -12,11 +12,13 @@
 //! Invariant: whatever steps through layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
+use super::importance::{MatrixId, Observer};
 use super::load::{Attention, Block, Dense, Embedding, Head, Linear, Mlp, Moe, Stack, SublayerNorms};
 use super::spec::tables::Wiring;
 use super::spec::{AttentionSpec, LayerSpec, Spread};
 use mainstem_kernels::{
-    AttentionShape, Backend, DistanceBias, KvLayer, KvTable, Norm, SpanStack, StepBatch, StepOutput,
+    AttentionShape, Backend, DistanceBias, Factor, KvLayer, KvTable, Norm, Product, SpanStack, StepBatch,
+    StepOutput, To,
 };
 use std::time::Instant;
 
@@ -33,6 +35,7 @@ pub fn embed<B: Backend>(
     b.embed(table, *first, to);
     b.reduce(rows, table.inp, to);
     if let Some(project) = project_in {
+        observe(b, &mut act.observer, (rows, project.weight.inp), &[&project.id], &act.y);
         linear(b, rows, project, &act.y, &mut act.x);
     }
     if *scale != 1.0 {
@@ -56,13 +59,18 @@ pub fn before_attention<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     let (shape, weights) = (&spec.attention, &block.attention);
-    if let Some(norm) = &block.attention_norms.pre {
-        b.norm(rows, norm, &act.x, &mut act.h);
-    }
-    let input = if block.attention_norms.pre.is_some() { &act.h } else { &act.x };
-    linear(b, rows, &weights.q, input, &mut act.q);
-    linear(b, rows, &weights.k, input, &mut act.k);
-    linear(b, rows, &weights.v, input, &mut act.v);
+    let input = match (&block.attention_norms.pre, spec.wiring) {
+        // The MLP reads the same.
+        (Some(norm), Wiring::Parallel) => {
+            b.norm(rows, norm, &act.x, &mut act.h);
+            Factor::Given(&act.h)
+        }
+        (Some(norm), _) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
+        (None, _) => Factor::Given(&act.x),
+    };
+    let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(To::Set);
+    let products = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
+    multiply(b, rows, input, &mut act.observer, products);
     if let Some((q_norm, k_norm)) = &weights.qk_norms {
         let (q, k) = weights.spread.as_ref().map(|(q, k)| (q, k)).unzip();
         norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.spread);
@@ -109,20 +117,19 @@ pub fn after_attention<B: Backend>(
         cross_attention(b, spec, (norms, weights, shape_of), cache, rows, act);
     }
     let norms = &block.mlp_norms;
-    if spec.wiring == Wiring::Sequential
-        && let Some(norm) = &norms.pre
-    {
-        b.norm(rows, norm, &act.x, &mut act.h);
-    }
-    let reads_h = match spec.wiring {
-        Wiring::Sequential | Wiring::ParallelTwoNorms => norms.pre.is_some(),
-        Wiring::Parallel => true,
+    let input = match (spec.wiring, &norms.pre) {
+        (Wiring::Sequential, Some(norm)) => MlpInput::Normed(norm),
+        (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => MlpInput::X,
+        (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => MlpInput::H,
     };
-    match &block.mlp {
-        Mlp::Dense(mlp) => dense(b, rows, mlp, reads_h, Target::Y, act),
-        Mlp::Experts(moe) => experts(b, rows, moe, reads_h, act),
+    let joins = Joins::of(b, spec, norms);
+    match (&block.mlp, joins) {
+        (Mlp::Dense(mlp), Joins::AtOnce) => dense(b, rows, mlp, input, Target::Stream, act),
+        (Mlp::Dense(mlp), Joins::Apart) => dense(b, rows, mlp, input, Target::Y, act),
+        (Mlp::Experts(moe), _) => experts(b, rows, moe, input, act),
     }
-    join(b, rows, norms, spec.residual_scale, act);
+    let joins = if let Mlp::Dense(_) = block.mlp { joins } else { Joins::Apart };
+    join(b, rows, norms, spec.residual_scale, joins, act);
 }
 
 /// Tokens of the wanted rows, hidden states of those that want them. Members that are not asked for them have no `out`, and
@@ -171,14 +178,17 @@ pub fn end<B: Backend>(
 fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
     let hidden = act.hidden;
     if let Some((project, activation, norm)) = &head.transform {
+        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.wanted);
         linear(b, rows, project, &act.wanted, &mut act.wanted_h);
         b.activate(rows, hidden, *activation, &mut act.wanted_h, None);
         b.norm(rows, norm, &act.wanted_h, &mut act.wanted);
     }
     if let Some(project) = &head.project_out {
+        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.wanted);
         linear(b, rows, project, &act.wanted, &mut act.wanted_h);
     }
     let input = if head.project_out.is_some() { &act.wanted_h } else { &act.wanted };
+    observe(b, &mut act.observer, (rows, head.table.inp), &[&head.id], input);
     let own = if head.spread.is_some() { &mut act.own_logits } else { &mut act.logits };
     b.matmul(rows, &head.table, head.bias.as_ref(), input, own);
     if head.scale != 1.0 {
@@ -231,8 +241,13 @@ fn give_attention<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    linear(b, rows, &weights.o, &act.a, &mut act.y);
-    join(b, rows, norms, spec.residual_scale, act);
+    let joins = Joins::of(b, spec, norms);
+    let to = match joins {
+        Joins::AtOnce => To::Add { x: &mut act.x, room: &mut act.y },
+        Joins::Apart => To::Set(&mut act.y),
+    };
+    multiply(b, rows, Factor::Given(&act.a), &mut act.observer, [(&weights.o, to)]);
+    join(b, rows, norms, spec.residual_scale, joins, act);
 }
 
 fn cross_attention<B: Backend>(
@@ -243,37 +258,69 @@ fn cross_attention<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    if let Some(norm) = &norms.pre {
-        b.norm(rows, norm, &act.x, &mut act.h);
-    }
-    let input = if norms.pre.is_some() { &act.h } else { &act.x };
-    linear(b, rows, &weights.q, input, &mut act.q);
+    let input = match &norms.pre {
+        Some(norm) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
+        None => Factor::Given(&act.x),
+    };
+    multiply(b, rows, input, &mut act.observer, [(&weights.q, To::Set(&mut act.q))]);
     b.attention(&shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
     give_attention(b, spec, weights, norms, rows, act);
 }
 
-/// x += scale * y, the sub-layer's result, with the norms it goes through.
+/// When a sub-layer's result joins the stream.
+#[derive(Clone, Copy)]
+enum Joins {
+    /// Where it is made: nothing comes between.
+    AtOnce,
+    Apart,
+}
+
+impl Joins {
+    fn of<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> Joins {
+        let is_alone = b.place().1 == 1;
+        if is_alone && norms.out.is_none() && spec.residual_scale == 1.0 {
+            Joins::AtOnce
+        } else {
+            Joins::Apart
+        }
+    }
+}
+
+/// x += scale * y, the sub-layer's result, unless it has joined x, with the norms it goes through.
 fn join<B: Backend>(
     b: &mut B,
     rows: usize,
     norms: &SublayerNorms<B::Buf>,
     scale: f32,
+    joins: Joins,
     act: &mut Activations<B::Buf>,
 ) {
     let hidden = act.hidden;
-    b.reduce(rows, hidden, &mut act.y);
-    if let Some(norm) = &norms.out {
-        b.norm_in_place(rows, norm, &mut act.y);
+    if let Joins::Apart = joins {
+        b.reduce(rows, hidden, &mut act.y);
+        if let Some(norm) = &norms.out {
+            b.norm_in_place(rows, norm, &mut act.y);
+        }
+        b.add(rows, hidden, scale, &mut act.x, &act.y);
     }
-    b.add(rows, hidden, scale, &mut act.x, &act.y);
     if let Some(norm) = &norms.post {
         b.norm_in_place(rows, norm, &mut act.x);
     }
 }
 
+/// What a feed-forward network reads.
+enum MlpInput<'a, Buf> {
+    X,
+    H,
+    /// The norm of x.
+    Normed(&'a Norm<Buf>),
+}
+
 /// Where a feed-forward network puts what it gives.
 #[derive(Clone, Copy)]
 enum Target {
+    /// On top of the stream.
+    Stream,
     /// The sub-layer's result.
     Y,
     /// Beside what the chosen experts give.
@@ -284,40 +331,60 @@ fn dense<B: Backend>(
     b: &mut B,
     rows: usize,
     mlp: &Dense<B::Buf>,
-    reads_h: bool,
+    input: MlpInput<B::Buf>,
     target: Target,
     act: &mut Activations<B::Buf>,
 ) {
-    let input = if reads_h { &act.h } else { &act.x };
-    linear(b, rows, &mlp.gate, input, &mut act.gate);
-    if let Some(up) = &mlp.up {
-        linear(b, rows, up, input, &mut act.up);
+    let input = match input {
+        MlpInput::X => Factor::Given(&act.x),
+        MlpInput::H => Factor::Given(&act.h),
+        MlpInput::Normed(norm) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
+    };
+    let (gate, up) = ((&mlp.gate, To::Set(&mut act.gate)), To::Set(&mut act.up));
+    match &mlp.up {
+        Some(weight) => multiply(b, rows, input, &mut act.observer, [gate, (weight, up)]),
+        None => multiply(b, rows, input, &mut act.observer, [gate]),
     }
     let up = mlp.up.is_some().then_some(&act.up);
-    b.activate(rows, mlp.width, mlp.activation, &mut act.gate, up);
-    let target = match target {
-        Target::Y => &mut act.y,
-        Target::Shared => &mut act.shared,
+    let activated = Factor::Activated { act: mlp.activation, gate: &mut act.gate, up };
+    let to = match target {
+        Target::Stream => To::Add { x: &mut act.x, room: &mut act.y },
+        Target::Y => To::Set(&mut act.y),
+        Target::Shared => To::Set(&mut act.shared),
     };
-    linear(b, rows, &mlp.down, &act.gate, target);
+    multiply(b, rows, activated, &mut act.observer, [(&mlp.down, to)]);
 }
 
 fn experts<B: Backend>(
     b: &mut B,
     rows: usize,
     moe: &Moe<B::Buf>,
-    reads_h: bool,
+    input: MlpInput<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
-    let input = if reads_h { &act.h } else { &act.x };
+    // Read more than once.
+    if let MlpInput::Normed(norm) = input {
+        b.norm(rows, norm, &act.x, &mut act.h);
+    }
+    let (input, rest) = match input {
+        MlpInput::X => (&act.x, MlpInput::X),
+        MlpInput::H | MlpInput::Normed(_) => (&act.h, MlpInput::H),
+    };
+    observe(b, &mut act.observer, (rows, moe.router.weight.inp), &[&moe.router.id], input);
     linear(b, rows, &moe.router, input, &mut act.router);
+    if let Some(observer) = &mut act.observer {
+        let width = moe.router.weight.inp;
+        observer.see_experts(b, (rows, width), (&moe.shape, &moe.ids), &act.router, input);
+    }
     b.moe(rows, &moe.shape, &act.router, &moe.experts, input, &mut act.y);
     let Some(shared) = &moe.shared else { return };
-    dense(b, rows, shared, reads_h, Target::Shared, act);
-    let hidden = act.hidden;
     if let Some(router) = &moe.shared_router {
-        let input = if reads_h { &act.h } else { &act.x };
+        observe(b, &mut act.observer, (rows, router.weight.inp), &[&router.id], input);
         linear(b, rows, router, input, &mut act.router);
+    }
+    dense(b, rows, shared, rest, Target::Shared, act);
+    let hidden = act.hidden;
+    if moe.shared_router.is_some() {
         b.gate_rows(rows, hidden, &act.router, &mut act.shared);
     }
     b.add(rows, hidden, 1.0, &mut act.y, &act.shared);
@@ -352,4 +419,42 @@ fn shape<'a, Buf>(
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {
     b.matmul(rows, &linear.weight, linear.bias.as_ref(), x, y);
+}
+
+/// A weight, and what becomes of its product.
+type Term<'a, Buf> = (&'a Linear<Buf>, To<'a, Buf>);
+
+/// Products of the same rows with several weights. Where somebody wants to know what they are multiplied by, it is made first.
+fn multiply<B: Backend, const N: usize>(
+    b: &mut B,
+    rows: usize,
+    factor: Factor<B::Buf>,
+    observer: &mut Option<Observer>,
+    products: [Term<B::Buf>; N],
+) {
+    let factor = match observer {
+        None => factor,
+        Some(_) => {
+            let x = factor.made(b, rows, products[0].0.weight.inp);
+            let ids = products.each_ref().map(|(linear, _)| &linear.id);
+            observe(b, observer, (rows, products[0].0.weight.inp), &ids, x);
+            Factor::Given(x)
+        }
+    };
+    let mut products =
+        products.map(|(Linear { weight, bias, .. }, to)| Product { w: weight, bias: bias.as_ref(), to });
+    b.products(rows, factor, &mut products);
+}
+
+/// Shows what these matrices are multiplied by, x (rows, width), to whoever wants to know.
+fn observe<B: Backend>(
+    b: &mut B,
+    observer: &mut Option<Observer>,
+    size: (usize, usize),
+    ids: &[&MatrixId],
+    x: &B::Buf,
+) {
+    if let Some(observer) = observer {
+        observer.see(b, size, ids, x);
+    }
 }

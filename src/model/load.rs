@@ -5,6 +5,7 @@
 //! a copy beside the device's; devices of a group load at the same time.
 
 use super::distance;
+use super::importance::MatrixId;
 use super::pieces::{self, Taken};
 use super::rope;
 use super::shard::{Seams, Shard};
@@ -119,10 +120,13 @@ pub struct Moe<Buf> {
     pub shared: Option<Dense<Buf>>,
     /// The sigmoid of this, (1, hidden), multiplies what that one gives.
     pub shared_router: Option<Linear<Buf>>,
+    /// Of each expert that is here, those that read the layer's input.
+    pub ids: Vec<Vec<MatrixId>>,
 }
 
 /// y = x · Wᵀ (+ b)
 pub struct Linear<Buf> {
+    pub id: MatrixId,
     pub weight: Weight<Buf>,
     /// F32, (out).
     pub bias: Option<Buf>,
@@ -133,6 +137,7 @@ pub struct Head<Buf> {
     pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
     /// To the width of the embedding.
     pub project_out: Option<Linear<Buf>>,
+    pub id: MatrixId,
     /// (tokens, width); the embedding's, if it is tied.
     pub table: Arc<Weight<Buf>>,
     /// What of it is on other members.
@@ -355,8 +360,12 @@ impl<'a, B: Backend> Loader<'a, B> {
             let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
             anyhow::Ok(Expert { gate, up, down })
         };
+        let reading = |dense: &DenseSpec| {
+            [&dense.gate].into_iter().chain(&dense.up).map(|linear| MatrixId::of(&linear.weight)).collect()
+        };
         Ok(Moe {
             shape,
+            ids: spec.experts.iter().map(reading).collect(),
             router: self.linear(&spec.router)?,
             experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
@@ -372,6 +381,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Head {
             transform,
             project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
+            id: MatrixId::of(&spec.table),
             table: self.table(&spec.table, spec.normalised)?,
             spread: spec.spread.clone(),
             bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
@@ -399,7 +409,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
         let weight = self.matrix(&spec.weight, false)?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Linear { weight, bias })
+        Ok(Linear { id: MatrixId::of(&spec.weight), weight, bias })
     }
 
     /// A matrix that may be shared.
@@ -420,7 +430,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let taken = match normalised {
             true => pieces::normalised(taken),
             false => taken
-                .recoded(self.source.loaded_as(piece), self.backend.threads())
+                .recoded(self.source.loaded_as(piece), self.source.codes.of(piece), self.backend.threads())
                 .with_context(|| format!("tensor '{}'", piece.name))?,
         };
         self.record(taken.record(&piece.name))?;

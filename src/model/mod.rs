@@ -33,6 +33,8 @@ pub mod pieces;
 
 pub mod coding;
 
+pub mod importance;
+
 pub mod quantize;
 
 pub mod activations;

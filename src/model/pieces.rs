@@ -5,7 +5,7 @@
 //! in memory at a time, and of that only what is wanted. But a tensor whose numbers the file has in another order or type is
 //! made whole before anything is taken of it.
 
-use super::coding::{self, Rows};
+use super::coding::{self, Codes, Rows};
 use super::load::TensorRecord;
 use super::spec::{Cut, Part, Piece};
 use crate::formats::{Checkpoint, TensorView};
@@ -109,13 +109,14 @@ impl<'a> Taken<'a> {
         self.shape.get(1).copied().unwrap_or(1)
     }
 
-    /// The same in another number format, whose blocks rows are whole numbers of, made by so many threads.
-    pub fn recoded(self, ty: QuantType, threads: usize) -> Result<Taken<'a>> {
+    /// The same in another number format, whose blocks rows are whole numbers of, its codes chosen that way, made by so
+    /// many threads.
+    pub fn recoded(self, ty: QuantType, by: Codes, threads: usize) -> Result<Taken<'a>> {
         if ty == self.ty {
             return Ok(self);
         }
         let rows = Rows { ty: self.ty, width: self.inp(), bytes: &self.bytes };
-        let bytes = coding::coded(rows, ty, threads)?;
+        let bytes = coding::coded(rows, ty, by, threads)?;
         Ok(Taken { ty, shape: self.shape, bytes: Cow::Owned(bytes) })
     }
 

@@ -5,6 +5,7 @@
 //! and shapes included; none of its weights has been touched yet.
 
 use super::gguf::GgufTable;
+use super::importance::{Choice, Observations};
 use super::pieces;
 use super::progress::Progress;
 use super::shard::{self, Refusal, Shard};
@@ -75,6 +76,10 @@ pub struct ModelSource {
     pub sentence: Option<SentenceFiles>,
     /// In which number formats matrices are loaded; at first, as they are stored.
     pub weights: Weights,
+    /// How codes are chosen for those that get another.
+    pub codes: Choice,
+    /// What devices that run it note their products' inputs in, if somebody wants to know.
+    pub observations: Option<Arc<Observations>>,
     /// How far devices that load it are.
     pub progress: Arc<Progress>,
 }
@@ -249,6 +254,8 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         opening,
         sentence,
         weights: Weights::default(),
+        codes: Choice::default(),
+        observations: None,
         progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
     })
@@ -303,6 +310,8 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         chat: ChatFiles::from_gguf(&gguf)?,
         sentence,
         weights: Weights::default(),
+        codes: Choice::default(),
+        observations: None,
         progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
     })
@@ -323,6 +332,8 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         opening: DecoderOpening::default(),
         sentence: None,
         weights: Weights::default(),
+        codes: Choice::default(),
+        observations: None,
         progress: Arc::default(),
     })
 }
@@ -342,6 +353,8 @@ fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource
         opening: DecoderOpening::default(),
         sentence: None,
         weights: Weights::default(),
+        codes: Choice::default(),
+        observations: None,
         progress: Arc::default(),
     })
 }

@@ -6,6 +6,7 @@ mod program;
 
 mod bench;
 mod boundaries;
+mod calibrate;
 mod cli;
 mod endings;
 mod endpoints;

@@ -3,6 +3,7 @@
 
 use crate::common::{complete, config, fixture, greedy, mainstem};
 use crate::families::family;
+use crate::quantize::Room;
 use mainstem::cli::start;
 use mainstem::model::ModelRef;
 use mainstem::request::Request;
@@ -26,7 +27,12 @@ fn perplexity(model: &Path, text: &Path, line: &str) -> Output {
 
 /// The demo model on the held-out text: the report in JSON.
 fn demo(line: &str) -> Value {
-    let output = perplexity(Path::new("demo"), &held_out(), &format!("{line} --json"));
+    report(Path::new("demo"), line)
+}
+
+/// A model on that text.
+fn report(model: &Path, line: &str) -> Value {
+    let output = perplexity(model, &held_out(), &format!("{line} --json"));
     let (code, errors) = (output.status.code(), String::from_utf8_lossy(&output.stderr));
     assert_eq!((code, errors.as_ref()), (Some(0), ""), "{line}: away from a terminal nothing is said");
     serde_json::from_slice(&output.stdout).expect("it is JSON")
@@ -126,6 +132,52 @@ fn formats_come_in_the_order_of_their_quality() {
         assert!(kl > last, "{format}: {kl}, before it {last}");
         last = kl;
     }
+}
+
+/// Codes by least squares are nearer to the model than those by the formats' equations; both are told as the distance of a
+/// written model.
+#[test]
+fn least_squares_are_nearer_than_equations() {
+    let room = Room::new("least-squares");
+    for format in ["q4_b64t1", "q3_b32t1b", "q2_b32t1b"] {
+        let out = room.place("out");
+        let rules = format!("*={format}");
+        let written = mainstem()
+            .args(["quantize", "demo", out.to_str().expect("the path is text"), "--weights", &rules])
+            .args(["--codes", "least-squares", "--force"])
+            .output()
+            .expect("it starts");
+        assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
+        let lines = [format!("--weights {rules} --against f32"), "--reference demo".to_owned()];
+        let models = [Path::new("demo"), &out];
+        let [equations, squares] = std::array::from_fn(|way| {
+            let line = format!("{} --limit-chunks 2 {EXACT}", lines[way]);
+            number(&report(models[way], &line)["figures"]["against"]["kl"]["value"])
+        });
+        assert!(squares < equations, "{format}: {squares}, by equations {equations}");
+    }
+}
+
+#[test]
+fn a_reference_is_another_model_of_the_same_words() {
+    let plain = format!("--limit-chunks 1 --weights *=q4 --against q8 {EXACT}");
+    let (own, named) = (demo(&plain), demo(&format!("{plain} --reference demo")));
+    assert_eq!(own["figures"], named["figures"], "the same model by its name");
+    let (other, words) = (family("mistral", "reference"), fixture("f16"));
+    for (reference, told) in [
+        (text_of(&other.0), "--reference: "),
+        (text_of(&words), "they cannot be compared"),
+        ("no/such/model".to_owned(), "--reference: cannot open the model no/such/model"),
+    ] {
+        let output = perplexity(Path::new("demo"), &held_out(), &format!("--reference {reference}"));
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{reference}: {errors}");
+        assert!(errors.contains(told), "{reference}: {errors}");
+    }
+}
+
+fn text_of(path: &Path) -> String {
+    path.to_str().expect("the path is text").to_owned()
 }
 
 #[test]

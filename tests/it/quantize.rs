@@ -57,7 +57,8 @@ pub fn target(path: PathBuf, format: Format) -> Target {
 pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     let load = |piece| {
         let taken = pieces::take(&source.checkpoint, piece).expect("it can be taken");
-        let taken = taken.recoded(source.loaded_as(piece), 1).expect("it can be coded");
+        let taken =
+            taken.recoded(source.loaded_as(piece), source.codes.of(piece), 1).expect("it can be coded");
         (piece.name.clone(), taken.ty, taken.bytes.into_owned())
     };
     tensors::pieces(&source.spec).into_iter().map(load).collect()

@@ -3,25 +3,22 @@
 //!
 //! Invariant: what is measured is what is served: the configured devices, weights and cache, by the same schedule.
 
-mod chunks;
 mod figures;
-mod reader;
 mod report;
 mod subject;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::reading::{Chunk, Reader, progress};
 use super::{INTERRUPTED, print, spinner};
 use crate::config::{Config, ConfigError, Overrides, Source};
 use crate::model::weights::Weights;
 use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Context, Error, Result};
-use chunks::Chunk;
 use clap::{Args, ValueHint};
 use figures::Samples;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use mainstem_kernels::QuantType;
-use reader::Reader;
 use report::Report;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -39,7 +36,8 @@ Examples:
   mainstem perplexity path/to/model --text wiki.test.raw
   mainstem perplexity path/to/model --text wiki.test.raw --context 1024 --stride 512
   mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against f32 --limit-chunks 20
-  mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json")]
+  mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json
+  mainstem perplexity models/small --text wiki.test.raw --reference path/to/model")]
 pub struct PerplexityArgs {
     /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
@@ -74,6 +72,9 @@ struct Asked {
     /// Compare with the model as stored (f32), or loaded by rules such as q8; without roundings on the way.
     #[arg(long, value_name = "RULES", value_parser = against)]
     against: Option<Against>,
+    /// Compare with this model, which has the same vocabulary: as stored, unless --against has rules for it.
+    #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    reference: Option<String>,
     /// Answer in JSON.
     #[arg(long)]
     json: bool,
@@ -144,8 +145,8 @@ async fn read_all(subject: &Subject, report: &mut Report, bar: &ProgressBar) -> 
     let mut model = Reader::start(config, source, tokenizer, cut.context).await?;
     report.device = model.device.clone();
     let mut reference = match &subject.reference {
-        Some(Reference { config, source, .. }) => {
-            Some(Reader::start(config, source, tokenizer, cut.context).await.context("--against")?)
+        Some(Reference { flag, config, source, .. }) => {
+            Some(Reader::start(config, source, tokenizer, cut.context).await.context(*flag)?)
         }
         None => None,
     };
@@ -168,7 +169,9 @@ async fn read(
     for (rows, wanted) in chunk.steps(model.rows) {
         let first = rows.start + 1;
         let mut others = match &mut reference {
-            Some(reference) => Some(reference.read(chunk, rows.clone(), wanted).await.context("--against")?),
+            Some(reference) => {
+                Some(reference.read(chunk, rows.clone(), wanted).await.context("the reference")?)
+            }
             None => None,
         };
         for (logits, token) in model.read(chunk, rows, wanted).await?.zip(&chunk.tokens[first..]) {
@@ -181,13 +184,6 @@ async fn read(
 /// An error that is the command line's.
 fn usage(message: impl Into<String>) -> Error {
     ConfigError { origin: Source::CommandLine, message: message.into() }.into()
-}
-
-/// A bar on a terminal's standard error; elsewhere nothing is drawn.
-fn progress(chunks: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} chunks, {eta} left, {msg}");
-    let style = style.expect("the template is well formed; anything else is a bug");
-    ProgressBar::new(chunks as u64).with_style(style)
 }
 
 #[cfg(test)]

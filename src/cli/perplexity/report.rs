@@ -3,10 +3,10 @@
 //! Invariant: both forms show the same figures, of what was read and no more.
 
 use super::figures::{Difference, Estimate, Figures, Samples};
-use super::reader::Reader;
 use super::subject::Subject;
 use crate::cli::bench::report::ModelFacts;
 use crate::cli::escape::one_line;
+use crate::cli::reading::Reader;
 use mainstem_kernels::Inputs;
 use serde::Serialize;
 use std::fmt::{self, Write};
@@ -51,6 +51,8 @@ struct TextFacts {
 /// What the model was compared with; its activations and cache are F32.
 #[derive(Serialize)]
 struct ReferenceFacts {
+    /// Null where it is the same.
+    model: Option<String>,
     weights: String,
     weight_bytes: usize,
     dtype: String,
@@ -97,7 +99,12 @@ impl Report {
             },
             reference: subject.reference.as_ref().map(|reference| {
                 let ModelFacts { weight_bytes, dtype, .. } = ModelFacts::of(&reference.source);
-                ReferenceFacts { weights: reference.name.clone(), weight_bytes, dtype }
+                ReferenceFacts {
+                    model: reference.model.clone(),
+                    weights: reference.name.clone(),
+                    weight_bytes,
+                    dtype,
+                }
             }),
             device: String::new(),
             samples: Samples::default(),

@@ -1,23 +1,18 @@
 //! What is measured: a model, a text that is cut for it, and what the model is compared with.
 //!
-//! A text is encoded as a whole, as a prompt is: a token that the tokenizer puts before a prompt comes once, before the first
-//! chunk, and special tokens that the text spells out are those tokens.
 //! Invariant: each chunk is within the model's context, and each token within its vocabulary.
 
-use super::chunks::{Chunk, Cut};
 use super::{Against, Asked, usage};
+use crate::cli::reading::{CONTEXT, Chunk, Cut, check_kind, text_of, tokens_of};
 use crate::cli::start::{self, fetched_aside};
-use crate::config::Config;
-use crate::model::spec::Kind;
+use crate::config::{Config, ModelConfig};
+use crate::model::weights::Weights;
 use crate::model::{ModelRef, ModelSource};
 use crate::text::Tokenizer;
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{Inputs, QuantType, Share};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-
-/// Tokens of a chunk, where the model was made for as many.
-const CONTEXT: usize = 512;
 
 /// A model and a text.
 pub struct Subject {
@@ -36,8 +31,12 @@ pub struct Subject {
 
 /// What the model is compared with.
 pub struct Reference {
-    /// What the user calls it.
+    /// The flag that it came with.
+    pub flag: &'static str,
+    /// What the user calls its number formats.
     pub name: String,
+    /// Of another model.
+    pub model: Option<String>,
     pub config: Config,
     pub source: Arc<ModelSource>,
 }
@@ -50,13 +49,22 @@ impl Subject {
         config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
         let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
         let (source, tokenizer) = start::configured(&model, &config.model)?;
-        check_kind(&source)?;
+        check_kind(&source, "perplexity is measured of")?;
         check_config(&config)?;
         let cut = cut(asked, &config, &source)?;
         let tokens = tokens_of(&text, &tokenizer, &source);
         let tokens = tokens.with_context(|| format!("{} with {}", asked.text.display(), source.name()))?;
-        let reference = asked.against.as_ref().map(|against| Reference::open(against, &model, &config));
-        let reference = reference.transpose().context("--against")?;
+        let reference = match (&asked.reference, &asked.against) {
+            (Some(other), against) => {
+                let reference = Reference::other(other, against.as_ref(), &config).await;
+                let reference = reference.context("--reference")?;
+                reference.check_same(&source, &text, &tokens).context("--reference")?;
+                reference.check_reads(&cut).context("--reference")?;
+                Some(reference)
+            }
+            (None, Some(against)) => Some(Reference::open(against, &model, &config).context("--against")?),
+            (None, None) => None,
+        };
         let limit = asked.limit_chunks.map_or(usize::MAX, |chunks| chunks as usize);
         Ok(Subject { config, source, tokenizer, text: asked.text.clone(), tokens, cut, limit, reference })
     }
@@ -75,16 +83,47 @@ impl Reference {
         config.device.inputs = Inputs::Plain;
         config.kv.ty = QuantType::F32;
         let source = Arc::new(start::source(model, &config.model)?);
-        Ok(Reference { name: against.name.clone(), config, source })
+        Ok(Reference { flag: "--against", name: against.name.clone(), model: None, config, source })
     }
-}
 
-fn text_of(path: &Path) -> Result<String> {
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let text = String::from_utf8(bytes);
-    text.map_err(|error| {
-        anyhow!("{}: no UTF-8 from byte {} on", path.display(), error.utf8_error().valid_up_to())
-    })
+    /// Another model, loaded likewise; as it is stored if nothing is said. What is configured of the model that is measured is not
+    /// for this one.
+    async fn other(path: &str, against: Option<&Against>, config: &Config) -> Result<Reference> {
+        let mut config = config.clone();
+        let own = ModelConfig { path: path.to_owned(), spec: None, chat_template: None, ..config.model };
+        config.model = fetched_aside(own, config.hub.clone()).await?;
+        let model = ModelRef::parse(&config.model.path)?;
+        let stored = Against { name: "as stored".to_owned(), weights: Weights::default() };
+        let same = Reference::open(against.unwrap_or(&stored), &model, &config)?;
+        Ok(Reference { flag: "--reference", model: Some(same.source.name()), ..same })
+    }
+
+    /// Refuses a model that has another vocabulary, or reads other tokens in the text.
+    fn check_same(&self, measured: &ModelSource, text: &str, tokens: &[u32]) -> Result<()> {
+        let (own, other) = (self.source.spec.vocab, measured.spec.vocab);
+        ensure!(
+            own == other,
+            "{} has a vocabulary of {own}, and {} one of {other}: they cannot be compared",
+            self.source.name(),
+            measured.name()
+        );
+        let read = start::tokenizer(&self.source)?.encode(text, true)?;
+        ensure!(read == tokens, "the tokenizer of {} makes other tokens of the text", self.source.name());
+        Ok(())
+    }
+
+    /// Refuses what cannot read chunks like that.
+    fn check_reads(&self, cut: &Cut) -> Result<()> {
+        check_kind(&self.source, "perplexity is measured against")?;
+        let context = self.source.spec.context;
+        ensure!(
+            cut.context <= context,
+            "{} was made for {context} tokens, and chunks have {}: --context says otherwise",
+            self.source.name(),
+            cut.context
+        );
+        Ok(())
+    }
 }
 
 /// Refuses what would have no part in what is measured.
@@ -95,16 +134,6 @@ fn check_config(config: &Config) -> Result<()> {
             "kv.attended_share is for tokens that are drawn, and a text's are read: only 1 can be measured",
         )),
     }
-}
-
-/// Refuses a model that foretells nothing.
-fn check_kind(source: &ModelSource) -> Result<()> {
-    let kind = match source.spec.kind {
-        Kind::Decoder => return Ok(()),
-        Kind::Encoder => "an encoder",
-        Kind::EncoderDecoder => "an encoder-decoder",
-    };
-    bail!("{} is {kind}, and perplexity is measured of decoders alone", source.name())
 }
 
 /// How the text is cut, as far as the model's context and the configured one allow.
@@ -122,15 +151,4 @@ fn cut(asked: &Asked, config: &Config, source: &ModelSource) -> Result<Cut> {
         )));
     }
     Ok(Cut { context, stride })
-}
-
-/// The text's tokens, at least two.
-fn tokens_of(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Result<Vec<u32>> {
-    let tokens = tokenizer.encode(text, true)?;
-    let vocab = source.spec.vocab;
-    if let Some(foreign) = tokens.iter().find(|token| **token as usize >= vocab) {
-        bail!("the tokenizer gives token {foreign}, and the model's vocabulary has {vocab}");
-    }
-    ensure!(tokens.len() >= 2, "fewer than two tokens, and nothing foretells the first");
-    Ok(tokens)
 }

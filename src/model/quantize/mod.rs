@@ -52,22 +52,20 @@ pub struct Target {
     pub threads: usize,
 }
 
+/// Refuses what cannot be written there, before time is spent on it.
+pub fn check(source: &ModelSource, target: &Target) -> Result<()> {
+    let gguf = keys_of(source, target)?;
+    let plan = Plan::of(source, None)?;
+    if let (Format::Gguf, Some(gguf)) = (target.format, gguf) {
+        check_gguf(&plan, gguf)?;
+    }
+    // Dropped, it leaves nothing.
+    place(target).map(drop)
+}
+
 /// Writes the model in the formats that its rules say. What is stopped by the model's progress is an error, and leaves nothing.
 pub fn quantize(source: &ModelSource, target: &Target) -> Result<Vec<Part>> {
-    check_apart(source, &target.path)?;
-    let gguf = match (&source.kind, target.format) {
-        (SourceKind::Gguf(gguf), _) => Some(gguf.as_ref()),
-        (SourceKind::HubFolder(_), Format::Safetensors) => None,
-        (SourceKind::HubFolder(folder), Format::Gguf) => bail!(
-            "{}: only a GGUF file's model can be written as GGUF, for its keys and its vocabulary are in GGUF's words: \
-             name a folder to write safetensors to",
-            folder.path().display()
-        ),
-        (SourceKind::Llama2c | SourceKind::Synthetic, _) => bail!(
-            "{}: only the model of a hub's folder or of a GGUF file can be written",
-            source.path.display()
-        ),
-    };
+    let gguf = keys_of(source, target)?;
     // Tensors that hold settings are no weights any more, but belong to the file.
     let all = gguf.map(|gguf| Checkpoint::open_gguf(gguf.path())).transpose()?;
     let plan = Plan::of(source, all.as_ref().map(|(checkpoint, _)| checkpoint))?;
@@ -80,6 +78,31 @@ pub fn quantize(source: &ModelSource, target: &Target) -> Result<Vec<Part>> {
     ensure!(!source.progress.is_stopped(), "stopped");
     place.finish()?;
     Ok(plan.parts())
+}
+
+/// The GGUF file that the model is, if it is one. Refuses what has no form like that.
+fn keys_of<'a>(source: &'a ModelSource, target: &Target) -> Result<Option<&'a Gguf>> {
+    check_apart(source, &target.path)?;
+    match (&source.kind, target.format) {
+        (SourceKind::Gguf(gguf), _) => Ok(Some(gguf.as_ref())),
+        (SourceKind::HubFolder(_), Format::Safetensors) => Ok(None),
+        (SourceKind::HubFolder(folder), Format::Gguf) => bail!(
+            "{}: only a GGUF file's model can be written as GGUF, for its keys and its vocabulary are in GGUF's words: \
+             name a folder to write safetensors to",
+            folder.path().display()
+        ),
+        (SourceKind::Llama2c | SourceKind::Synthetic, _) => bail!(
+            "{}: only the model of a hub's folder or of a GGUF file can be written",
+            source.path.display()
+        ),
+    }
+}
+
+fn place(target: &Target) -> Result<Place> {
+    match target.format {
+        Format::Gguf => Place::file(&target.path, target.existing, check_file),
+        Format::Safetensors => Place::folder(&target.path, target.existing, check_folder),
+    }
 }
 
 /// A model is neither replaced by itself nor removed with the folder that it lies in.
@@ -117,16 +140,22 @@ fn check_file(file: &Path) -> Result<()> {
 }
 
 fn write_gguf(plan: &Plan, gguf: &Gguf, target: &Target) -> Result<Place> {
+    check_gguf(plan, gguf)?;
+    let place = place(target)?;
+    let file = save::gguf_file("", gguf, &plan.saved())?;
+    writer(plan, target).write(&file, place.begun(), &target.path)?;
+    Ok(place)
+}
+
+/// Refuses what a GGUF file cannot have, or would have to have.
+fn check_gguf(plan: &Plan, gguf: &Gguf) -> Result<()> {
     save::check_gguf(&plan.saved()).with_context(|| gguf.path().display().to_string())?;
     ensure!(
         gguf.value(TOKENS).is_some(),
         "{}: it has no vocabulary, so that a GGUF file cannot have it either: name a folder to write to",
         gguf.path().display()
     );
-    let place = Place::file(&target.path, target.existing, check_file)?;
-    let file = save::gguf_file("", gguf, &plan.saved())?;
-    writer(plan, target).write(&file, place.begun(), &target.path)?;
-    Ok(place)
+    Ok(())
 }
 
 fn write_folder(plan: &Plan, gguf: Option<&Gguf>, target: &Target) -> Result<Place> {
@@ -134,7 +163,7 @@ fn write_folder(plan: &Plan, gguf: Option<&Gguf>, target: &Target) -> Result<Pla
         (SourceKind::HubFolder(folder), spec) => Settings::of_folder(folder, spec)?,
         _ => Settings::beside_gguf(&plan.source().folder().unwrap_or(Folder::disk(Path::new("."))))?,
     };
-    let place = Place::folder(&target.path, target.existing, check_folder)?;
+    let place = place(target)?;
     settings.write(place.begun())?;
     let saved = plan.saved();
     let (files, index) = save::safetensors_files(&saved[..plan.weights()], SHARD_BYTES_MAX);

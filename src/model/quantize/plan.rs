@@ -131,10 +131,14 @@ fn setting(stored: TensorView) -> Result<Planned> {
 }
 
 impl Planned<'_> {
-    /// Its parts that are matrices (in, out) and have to be turned: all of it, or each plane.
-    pub(super) fn turns(&self) -> Option<Vec<Piece>> {
-        let piece = self.piece.filter(|_| self.saved.turned && !self.stored.is_turned())?;
-        Some(pieces::matrices(piece, self.stored.shape))
+    /// All of it, or each plane. What holds settings has none.
+    pub(super) fn matrices(&self) -> Vec<Piece> {
+        self.piece.map_or_else(Vec::new, |piece| pieces::matrices(piece, self.stored.shape))
+    }
+
+    /// Whether they are (in, out) and have to be turned.
+    pub(super) fn turns(&self) -> bool {
+        self.piece.is_some() && self.saved.turned && !self.stored.is_turned()
     }
 
     /// Numbers of a row as they are written.

@@ -4,9 +4,11 @@
 
 use super::plan::{Plan, Planned};
 use crate::formats::save::SavedFile;
-use crate::model::coding::{self, Rows};
+use crate::model::coding::{self, Codes, Rows};
 use crate::model::pieces;
+use crate::model::source::ModelSource;
 use anyhow::{Context, Result};
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
@@ -38,22 +40,27 @@ impl Writer<'_> {
     }
 
     fn write_tensor(&self, tensor: &Planned, out: &mut File) -> Result<()> {
-        let checkpoint = &self.plan.source().checkpoint;
-        match tensor.turns() {
-            Some(parts) => {
-                for part in parts {
-                    let taken = pieces::take(checkpoint, &part)?;
-                    self.write_rows(tensor, &taken.bytes, out)?;
-                }
+        let ModelSource { checkpoint, codes, .. } = self.plan.source();
+        let (matrices, turns) = (tensor.matrices(), tensor.turns());
+        let stored = if turns { Cow::default() } else { tensor.stored.bytes() };
+        let len = stored.len() / matrices.len().max(1);
+        for (plane, piece) in matrices.iter().enumerate() {
+            // Numbers that are stored each by itself have no codes to choose, and their rows may be columns here.
+            let by = if tensor.saved.ty.is_blocked() { codes.of(piece) } else { Codes::Equations };
+            match turns {
+                true => self.write_rows(tensor, by, &pieces::take(checkpoint, piece)?.bytes, out)?,
+                false => self.write_rows(tensor, by, &stored[plane * len..][..len], out)?,
             }
-            None => self.write_rows(tensor, &tensor.stored.bytes(), out)?,
+        }
+        if matrices.is_empty() {
+            self.write_rows(tensor, Codes::Equations, &stored, out)?;
         }
         checkpoint.let_go(&tensor.saved.name);
         Ok(())
     }
 
     /// Rows in the tensor's stored format, written in its new one.
-    fn write_rows(&self, tensor: &Planned, bytes: &[u8], out: &mut File) -> Result<()> {
+    fn write_rows(&self, tensor: &Planned, by: Codes, bytes: &[u8], out: &mut File) -> Result<()> {
         let (width, progress) = (tensor.width(), &self.plan.source().progress);
         let row = tensor.ty.bytes(width).context("rows are whole blocks; this is a bug")?;
         let rows = (NUMBERS_AT_ONCE / width.max(1)).max(1);
@@ -62,7 +69,7 @@ impl Writer<'_> {
                 true => out.write_all(bytes)?,
                 false => {
                     let rows = Rows { ty: tensor.ty, width, bytes };
-                    out.write_all(&coding::coded(rows, tensor.saved.ty, self.threads)?)?;
+                    out.write_all(&coding::coded(rows, tensor.saved.ty, by, self.threads)?)?;
                 }
             }
             progress.advance(bytes.len())?;

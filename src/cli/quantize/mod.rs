@@ -3,16 +3,20 @@
 //! Invariant: the model appears under its name when it is whole; stopped by a signal, or failed, the command leaves nothing
 //! behind.
 
+mod calibrate;
+
 use super::escape::one_line;
 use super::spinner::{self, Spinner};
 use super::start;
 use super::{INTERRUPTED, print};
 use crate::config::{Config, ConfigError, Overrides, Source};
 use crate::formats::save::Existing;
+use crate::model::importance::Choice;
 use crate::model::quantize::{self, Format, Part, Target};
 use crate::model::source::{ModelRef, ModelSource};
 use crate::telemetry;
 use anyhow::{Context, Result};
+use calibrate::Calibration;
 use clap::{Args, ValueEnum, ValueHint};
 use indicatif::HumanBytes;
 use std::fmt::Write as _;
@@ -26,12 +30,13 @@ use tokio::sync::oneshot;
 /// Write a model with its matrices in other number formats.
 ///
 /// What --weights would code at every start is coded once. A place that ends in .gguf becomes a GGUF file, any other a folder
-/// with safetensors; both are loaded without --weights, to the same answers as the model with it. docs/quantization.md
-/// has the formats and the form of the files.
+/// with safetensors; both are loaded without --weights, to the same answers as the model with it, or with --codes and --calibrate
+/// to nearer ones. docs/quantization.md has the formats and the form of the files.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
   mainstem quantize path/to/model models/small --weights q4
+  mainstem quantize path/to/model models/small --weights q4 --calibrate text.txt
   mainstem quantize hf:owner/name models/small --weights 'head=f16,*.down_proj.*=q6,q4'
   mainstem quantize model-f16.gguf model-q4_K.gguf --weights q4_K
   mainstem quantize model-f16.gguf models/small --weights q4      in formats that GGUF does not have")]
@@ -45,6 +50,17 @@ pub struct QuantizeArgs {
     /// Number formats of matrices, such as q4 or "head=q6,q4".
     #[arg(long, value_name = "RULES")]
     weights: String,
+    /// How codes are chosen: as the formats' papers have it (equations, unless --calibrate is given), or so that the squares of
+    /// what is lost sum up to little.
+    #[arg(long, value_name = "WAY")]
+    codes: Option<CodesName>,
+    /// Text (UTF-8) that the model reads first: errors count by what columns are multiplied by there. Goes with least-squares.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    calibrate: Option<PathBuf>,
+    /// Chunks of that text to read, of 512 tokens or what the model was made for.
+    #[arg(long, value_name = "N", requires = "calibrate", default_value_t = 32)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    calibrate_chunks: u32,
     /// How it is written, whatever OUT is called.
     #[arg(long, value_name = "FORMAT")]
     format: Option<FormatName>,
@@ -54,7 +70,7 @@ pub struct QuantizeArgs {
     /// Specification to read the model by, instead of its own or the shipped one; what is written of a hub's folder gets it as its own.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     spec: Option<PathBuf>,
-    /// Threads that code numbers; 0 is one for each core.
+    /// Threads that code numbers, and read the text of --calibrate; 0 is one for each core.
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
     /// Configuration file (TOML).
@@ -68,13 +84,31 @@ enum FormatName {
     Safetensors,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum CodesName {
+    Equations,
+    LeastSquares,
+}
+
+/// How codes are to be chosen.
+enum Way {
+    Equations,
+    /// Columns count by a text's, or all alike.
+    LeastSquares(Option<Calibration>),
+}
+
 /// Does what the arguments say, and tells what came of it.
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
-    let (config, target) = args.layers()?;
+    let way = args.way()?;
+    let (mut config, target) = args.layers()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
     let begun = Instant::now();
-    let source = opened(&config)?;
+    let mut source = opened(&mut config)?;
     let progress = source.progress.clone();
+    match chosen(way, &config, &source, &target)? {
+        Some(choice) => source.codes = choice,
+        None => return Ok(ExitCode::from(INTERRUPTED)),
+    }
     let written = {
         let _spinner = Spinner::measured("writing the weights", progress.clone());
         let target = target.clone();
@@ -89,6 +123,19 @@ pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
 }
 
 impl QuantizeArgs {
+    fn way(&self) -> Result<Way, ConfigError> {
+        let chunks = self.calibrate_chunks as usize;
+        let calibration = self.calibrate.clone().map(|text| Calibration { text, chunks });
+        match (self.codes, calibration) {
+            (None | Some(CodesName::Equations), None) => Ok(Way::Equations),
+            (Some(CodesName::Equations), Some(_)) => {
+                let message = "--calibrate goes with --codes least-squares: equations know no text";
+                Err(ConfigError { origin: Source::CommandLine, message: message.to_owned() })
+            }
+            (_, calibration) => Ok(Way::LeastSquares(calibration)),
+        }
+    }
+
     /// The configuration, and where to write.
     fn layers(self) -> Result<(Config, Target), ConfigError> {
         let mut flags = Overrides::default();
@@ -115,10 +162,27 @@ impl QuantizeArgs {
     }
 }
 
-fn opened(config: &Config) -> Result<Arc<ModelSource>> {
-    let model = start::fetched(config.model.clone(), &config.hub)?;
+/// The configured model, on this machine from here on.
+fn opened(config: &mut Config) -> Result<ModelSource> {
+    config.model = start::fetched(config.model.clone(), &config.hub)?;
     let _spinner = Spinner::start("opening the model");
-    Ok(Arc::new(start::source(&ModelRef::parse(&model.path)?, &model)?))
+    start::source(&ModelRef::parse(&config.model.path)?, &config.model)
+}
+
+/// How codes are chosen, when a text has been read that is for that; `None` if a signal came. What cannot be written is refused
+/// before.
+fn chosen(way: Way, config: &Config, source: &ModelSource, target: &Target) -> Result<Option<Choice>> {
+    let calibration = match way {
+        Way::Equations => return Ok(Some(Choice::Equations)),
+        Way::LeastSquares(None) => return Ok(Some(Choice::LeastSquares(None))),
+        Way::LeastSquares(Some(calibration)) => calibration,
+    };
+    quantize::check(source, target)?;
+    let prepared = calibration.prepare(config, &source.progress).context("--calibrate")?;
+    let importance = until_stopped(move || prepared.run(), || source.progress.stop());
+    // A signal that came with the last step found nothing left to stop.
+    let importance = importance.context("--calibrate")?.filter(|_| !source.progress.is_stopped());
+    Ok(importance.map(|importance| Choice::LeastSquares(Some(Arc::new(importance)))))
 }
 
 /// Does the work on a thread of its own. A signal stops it, and it is waited for; then there is no answer.
@@ -135,7 +199,7 @@ fn until_stopped<T: Send + 'static>(
         // Whoever asked waits for the answer.
         std::thread::spawn(move || _ = sender.send(work()));
         tokio::select! {
-            answer = &mut answer => return answer.context("the writing thread has panicked")?.map(Some),
+            answer = &mut answer => return answer.context("the thread that does it has panicked")?.map(Some),
             _ = interrupt.recv() => stop(),
             _ = terminate.recv() => stop(),
         }

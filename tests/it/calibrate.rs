@@ -1,0 +1,261 @@
+//! `quantize --calibrate`: what a text says of a model's matrices is what the model computes, and what is written follows it.
+
+use crate::common::{fixture, mainstem};
+use crate::families::family;
+use crate::quantize::{Room, loaded, opened, target};
+use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::importance::{Choice, Observations};
+use mainstem::model::quantize::{Format, quantize};
+use mainstem::model::spec::{LayerSpec, MlpSpec, Piece};
+use mainstem::model::{ModelRef, ModelSource, Shard, pieces, tensors};
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::{
+    Flow, Inputs, KvTable, QuantType, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const ROWS: usize = 32;
+
+/// Lets the model read some tokens in one step; what it gave.
+fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
+    let limits = StepLimits {
+        slots: 1,
+        rows: ROWS,
+        logit_rows: 8,
+        positions: ROWS,
+        source_positions: 0,
+        page_positions: ROWS,
+        top_logprobs: 0,
+        biases: 1,
+        vocab: source.spec.vocab,
+        hidden: source.spec.hidden,
+        attended: Share::ALL,
+    };
+    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Plain });
+    let kv = KvPlan { ty: QuantType::F32, pages: 2 };
+    let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
+    let mut model = ModelExecutor::new(cpu, source, &whole, kv, limits).expect("there is room");
+    let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
+    batch.tokens.extend(tokens);
+    batch.tables.push(TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 });
+    batch.spans.push(Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot: 0,
+        start: 0,
+        tokens: SpanTokens::Given { at: 0, len: tokens.len() as u32 },
+        table: SpanTable::Own,
+        reserved: ROWS as u32,
+        source: 0,
+        want,
+    });
+    if want == Want::All {
+        batch.samples.extend(tokens.iter().map(|_| SampleRow::GREEDY));
+    }
+    model.run(&batch, Flow::default(), &mut out).expect("it runs");
+    out
+}
+
+/// The same, and what was seen of its products.
+fn observed(source: &mut ModelSource, tokens: &[u32]) -> Arc<Observations> {
+    let seen = Arc::<Observations>::default();
+    source.observations = Some(seen.clone());
+    read(source, tokens, Want::All);
+    source.observations = None;
+    seen
+}
+
+fn near(got: &[f64], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    for (column, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((got - want).abs() <= 1e-4 * want.abs().max(1e-6), "column {column}: {got} is not {want}");
+    }
+}
+
+/// The mean square of each column.
+fn means(rows: &[Vec<f64>]) -> Vec<f64> {
+    let mean = |column: usize| rows.iter().map(|row| row[column].powi(2)).sum::<f64>() / rows.len() as f64;
+    (0..rows[0].len()).map(mean).collect()
+}
+
+fn numbers(source: &ModelSource, piece: &Piece) -> Vec<f64> {
+    let taken = pieces::take(&source.checkpoint, piece).expect("it is there");
+    taken.widened().into_iter().map(f64::from).collect()
+}
+
+/// What the first layer reads is the norm of embeddings, worked out here; what the head reads are the states that an encoder
+/// would give out. The head is the embedding.
+#[test]
+fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
+    let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
+    let tokens: Vec<u32> = (0..20).map(|n| 5 + n * 13).collect();
+    let seen = observed(&mut source, &tokens);
+    let stack = source.spec.decoder.as_ref().expect("it is a decoder");
+    let (layer, head) = (&stack.layers[0], stack.head.as_ref().expect("it has a head"));
+    let embedding = &stack.embedding.as_ref().expect("it has one").table;
+    let norm = layer.attention_norms.pre.as_ref().expect("it has one");
+    let (table, weight) = (numbers(&source, embedding), numbers(&source, &norm.weight));
+    let width = weight.len();
+    let normed = |token: &u32| {
+        let row = &table[*token as usize * width..][..width];
+        let square = row.iter().map(|x| x * x).sum::<f64>() / width as f64;
+        let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
+        row.iter().zip(&weight).map(|(x, weight)| x * scale * weight).collect()
+    };
+    let rows: Vec<Vec<f64>> = tokens.iter().map(normed).collect();
+    for piece in [&layer.attention.q, &layer.attention.k, &layer.attention.v].map(|linear| &linear.weight) {
+        near(&seen.means(piece).expect("it was seen"), &means(&rows));
+    }
+    assert_eq!(head.table.name, embedding.name);
+    let out = read(&source, &tokens, Want::Hidden);
+    let states = out.hidden.chunks_exact(width).map(|row| row.iter().map(|x| f64::from(*x)).collect());
+    near(&seen.means(&head.table).expect("it was seen"), &means(&states.collect::<Vec<_>>()));
+}
+
+/// Fused and turned matrices, planes of stacked ones, tables of their own: each has a number for each column, but what lies
+/// behind the router. And what is written by them loads to the same bytes as by rules.
+#[test]
+fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
+    let names =
+        ["gpt2", "phi3", "bloom", "opt_350m", "gemma2", "mixtral", "qwen2_moe", "dots1", "falcon_40b"];
+    for name in names {
+        let (model, room) = (family(name, "calibrate"), Room::new("calibrate"));
+        let mut source = opened(&model.0, "");
+        let tokens: Vec<u32> = (0..24).map(|n| 1 + n * 7 % 90).collect();
+        let seen = observed(&mut source, &tokens);
+        let stack = source.spec.decoder.as_ref().expect("it is a decoder");
+        let mut experts = 0;
+        for layer in &stack.layers {
+            let attention = &layer.attention;
+            let linears = [&attention.q, &attention.k, &attention.v, &attention.o].into_iter();
+            let dense = match &layer.mlp {
+                MlpSpec::Dense(dense) => Some(&**dense),
+                MlpSpec::Experts(moe) => {
+                    experts += moe.experts.iter().filter(|e| seen.means(&e.gate.weight).is_some()).count();
+                    let behind = moe.experts.iter().find_map(|expert| seen.means(&expert.down.weight));
+                    assert!(behind.is_none(), "{name}: there is no seam to see it at");
+                    moe.shared.as_ref()
+                }
+            };
+            let dense = dense.into_iter().flat_map(|d| [Some(&d.gate), d.up.as_ref(), Some(&d.down)]);
+            for linear in linears.chain(dense.flatten()) {
+                let columns = seen.means(&linear.weight).map(|means| means.len());
+                assert_eq!(columns, Some(linear.inp), "{name}: {}", linear.weight.name);
+            }
+        }
+        let is_mixture = |layer: &&LayerSpec| matches!(layer.mlp, MlpSpec::Experts(_));
+        let mixtures = stack.layers.iter().filter(is_mixture).count();
+        assert!(experts >= 2 * mixtures, "{name}: {experts} experts of {mixtures} mixtures were seen");
+        let importance = Arc::new(seen.importance().expect("they are numbers"));
+        let by_equations = loaded(&opened(&model.0, "*=q4,f16"));
+        let fitted = Choice::LeastSquares(Some(importance));
+        // What is stored each by itself is written too, and has no codes to choose.
+        let mut halved = opened(&model.0, "*=bf16");
+        halved.codes = fitted.clone();
+        let out = room.place("halved");
+        quantize(&halved, &target(out.clone(), Format::Safetensors)).expect("it is written");
+        assert!(loaded(&opened(&out, "")) == loaded(&opened(&model.0, "*=bf16")), "{name}");
+        for choice in [Choice::LeastSquares(None), fitted] {
+            let mut source = opened(&model.0, "*=q4,f16");
+            source.codes = choice;
+            let out = room.place("out");
+            quantize(&source, &target(out.clone(), Format::Safetensors)).expect("it is written");
+            let written = loaded(&opened(&out, ""));
+            assert!(loaded(&source) == written, "{name}");
+            let coded = tensors::pieces(&source.spec).len();
+            assert!(coded > 0 && written != by_equations, "{name}: codes are as ever");
+            std::fs::remove_dir_all(out).expect("it is there");
+        }
+    }
+}
+
+fn run(room: &Room, line: &[&str]) -> (Option<i32>, String) {
+    let mut command = mainstem();
+    let output = command.arg("quantize").args(line).current_dir(&room.0).output().expect("it starts");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("the path is text")
+}
+
+/// Some whole chunks of the held-out text, and all of it.
+fn texts(room: &Room) -> [PathBuf; 2] {
+    let whole = fixture("perplexity/held_out.txt");
+    let (content, part) = (std::fs::read_to_string(&whole).expect("it is recorded"), room.place("part.txt"));
+    std::fs::write(&part, &content[..4000]).expect("it can be written");
+    [part, whole]
+}
+
+/// The first chunk of a text is that of the text's beginning, whatever follows; the second says something else.
+#[test]
+fn as_many_chunks_are_read_as_are_asked_for() {
+    let room = Room::new("calibrate-chunks");
+    let [part, whole] = texts(&room);
+    let mut written = Vec::new();
+    for (name, text_file, chunks) in [("a", &part, "1"), ("b", &whole, "1"), ("c", &whole, "2")] {
+        let line = ["demo", name, "--weights", "*=q4_b64t1", "--calibrate", text(text_file)];
+        let (code, errors) = run(&room, &[&line[..], &["--calibrate-chunks", chunks]].concat());
+        assert_eq!((code, errors.as_str()), (Some(0), ""), "{name}");
+        written.push(loaded(&opened(&room.place(name), "")));
+    }
+    assert!(written[0] == written[1], "one chunk is the same of both");
+    assert!(written[1] != written[2], "the second one counts");
+    assert!(run(&room, &["demo", "d", "--weights", "*=q4_b64t1", "--codes", "least-squares"]).0 == Some(0));
+    assert!(loaded(&opened(&room.place("d"), "")) != written[0], "a text counts");
+}
+
+#[test]
+fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
+    let room = Room::new("calibrate-refused");
+    let file = |name: &str, content: &[u8]| {
+        std::fs::write(room.place(name), content).expect("it can be written");
+        name.to_owned()
+    };
+    let (empty, short) = (file("empty.txt", b""), file("short.txt", b"Once upon a time."));
+    let bytes = file("bytes.txt", b"ab\xffcd");
+    let (encoder, both) = (family("bert", "calibrate"), family("t5", "calibrate"));
+    let untold = fixture("families/mistral");
+    let held_out = fixture("perplexity/held_out.txt");
+    let (whole, demo) = (text(&held_out), "demo");
+    std::fs::create_dir(room.place("there")).expect("a folder");
+    let names = room.names();
+    for (model, out, line, code, told) in [
+        (demo, "out", &["--calibrate", &empty][..], 1, "empty.txt with mainstem-demo: fewer than two tokens"),
+        (demo, "out", &["--calibrate", &short], 1, "a text calibrates from 512 on"),
+        (demo, "out", &["--calibrate", &bytes], 1, "bytes.txt: no UTF-8 from byte 2 on"),
+        (demo, "out", &["--calibrate", "none.txt"], 1, "none.txt"),
+        (demo, "there", &["--calibrate", whole], 1, "there is there already"),
+        (demo, "out", &["--calibrate", whole, "--codes", "equations"], 2, "--codes least-squares"),
+        (demo, "out", &["--calibrate", whole, "--calibrate-chunks", "0"], 2, "--calibrate-chunks"),
+        (demo, "out", &["--calibrate-chunks", "3"], 2, "--calibrate"),
+        (
+            text(&encoder.0),
+            "out",
+            &["--calibrate", whole],
+            1,
+            "is an encoder, and a text calibrates decoders",
+        ),
+        (text(&both.0), "out", &["--calibrate", whole], 1, "is an encoder-decoder"),
+        (text(&untold), "out", &["--calibrate", whole], 1, "tokenizer"),
+    ] {
+        let (found, errors) = run(&room, &[&[model, out, "--weights", "*=q8"], line].concat());
+        assert!(errors.contains(told), "{line:?}: {errors}");
+        assert_eq!(found, Some(code), "{line:?}: {errors}");
+        assert_eq!(room.names(), names, "{line:?}");
+    }
+}
+
+/// What cannot be written is refused before anything is read for it.
+#[test]
+fn a_type_that_gguf_has_not_is_refused_before_the_text_is_read() {
+    let room = Room::new("calibrate-gguf");
+    let model = fixture("gguf/f16.gguf");
+    let line = [text(&model), "out.gguf", "--weights", "*=q4_b32t1a", "--calibrate", "none.txt"];
+    let (code, errors) = run(&room, &line);
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(errors.contains("q4_b32t1a") && !errors.contains("none.txt"), "{errors}");
+    assert!(room.names().is_empty());
+}
