@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::Output;
 
 /// Small enough for the fixture's context.
-const SMALL: &str = "--prefill 4,16 --depth 0,8 --decode 4 --sequences 1,3 --threads 1";
+const SMALL: &str = "--prefill 4,16 --depth 0,8 --decode 4 --sequences 1,3 --fused-depth 5 --threads 1";
 
 fn bench(line: &str) -> Output {
     mainstem().arg("bench").args(line.split_whitespace()).output().expect("the program starts")
@@ -56,8 +56,8 @@ fn the_json_has_every_row_with_every_sample() {
         row("prefill", 1, None, 16),
         row("decode", 1, Some(0), 4),
         row("decode", 1, Some(8), 4),
-        row("fused decode", 1, None, 4),
-        row("fused decode", 3, None, 4),
+        row("fused decode", 1, Some(5), 4),
+        row("fused decode", 3, Some(5), 4),
     ];
     assert_eq!(rows.iter().map(shown).collect::<Vec<_>>(), expected);
     for row in rows {
@@ -99,7 +99,7 @@ fn csv_and_table_have_the_same_rows() {
         assert_eq!((cells[4], cells[5], cells[6]), ("1", cells[7], cells[7]), "{csv}");
     }
     let table = reported(&bench_fixture(&format!("{SMALL} --repeat 1")));
-    for row in ["prefill ", "decode at 0 ", "decode at 8 ", "fused decode "] {
+    for row in ["prefill ", "decode at 0 ", "decode at 8 ", "fused decode at 5 "] {
         assert!(table.lines().any(|line| line.starts_with(row)), "{row} in {table}");
     }
     assert!(table.contains("KV cache"), "what was allocated is said: {table}");

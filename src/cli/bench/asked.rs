@@ -12,9 +12,6 @@ use std::fmt;
 const PREFILL: [u32; 3] = [128, 512, 2048];
 const DEPTHS: [u32; 3] = [0, 512, 2048];
 
-/// Tokens of the prompts of fused decode.
-const FUSED_PROMPT: usize = 8;
-
 /// The tests of a model.
 #[derive(Args)]
 pub struct Asked {
@@ -31,6 +28,9 @@ pub struct Asked {
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,2,4,8,16,32",
           value_parser = clap::value_parser!(u32).range(1..=4096))]
     sequences: Vec<u32>,
+    /// Positions that each of them has in the cache before.
+    #[arg(long, value_name = "POSITIONS", default_value_t = 8, value_parser = positive())]
+    fused_depth: u32,
 }
 
 fn positive() -> clap::builder::RangedI64ValueParser<u32> {
@@ -68,10 +68,10 @@ impl Test {
 
     /// Some begin a few steps before others; so that all are there while the last one is measured, each makes
     /// so many tokens more. `budget`: tokens of a step.
-    fn fused(sequences: usize, tokens: usize, budget: usize) -> Test {
-        let begin = 1 + (sequences * FUSED_PROMPT).div_ceil(budget - sequences);
+    fn fused((sequences, depth): (usize, usize), tokens: usize, budget: usize) -> Test {
+        let begin = 1 + (sequences * depth).div_ceil(budget - sequences);
         let max_tokens = tokens + 1 + if sequences > 1 { begin } else { 0 };
-        Test { what: What::Fused, sequences, prompt: FUSED_PROMPT, tokens, max_tokens }
+        Test { what: What::Fused { depth }, sequences, prompt: depth, tokens, max_tokens }
     }
 
     /// Positions of one sequence.
@@ -90,7 +90,7 @@ impl fmt::Display for Test {
         let Test { what, sequences, tokens, .. } = self;
         match what {
             What::Decode { depth } => write!(f, "decode of {tokens} tokens at {depth}"),
-            What::Fused => write!(f, "decode of {tokens} tokens in each of {sequences}"),
+            What::Fused { depth } => write!(f, "decode of {tokens} tokens in each of {sequences} at {depth}"),
             _ => write!(f, "prefill of {tokens}"),
         }
     }
@@ -114,7 +114,8 @@ impl Asked {
         let decode = self.decode as usize;
         let depths = self.depth.as_deref().unwrap_or(&DEPTHS);
         let prompts = self.prefill.as_deref().unwrap_or(&PREFILL);
-        let fused = |&number: &u32| Test::fused(number as usize, decode, scheduler.token_budget);
+        let depth = self.fused_depth as usize;
+        let fused = |&number: &u32| Test::fused((number as usize, depth), decode, scheduler.token_budget);
         let all = prompts.iter().map(|&tokens| Test::prefill(tokens as usize));
         let all = all.chain(depths.iter().map(|&depth| Test::decode(depth as usize, decode)));
         let all = all.chain(self.sequences.iter().map(fused));
@@ -163,7 +164,8 @@ mod tests {
     use crate::config::Overrides;
 
     fn asked(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> Asked {
-        Asked { prefill: None, depth: depth.map(<[u32]>::to_vec), decode, sequences: sequences.to_vec() }
+        let (depth, sequences) = (depth.map(<[u32]>::to_vec), sequences.to_vec());
+        Asked { prefill: None, depth, decode, sequences, fused_depth: 8 }
     }
 
     fn config() -> Config {
@@ -175,8 +177,8 @@ mod tests {
         let (mut config, mut notes) = (config(), Vec::new());
         let tests = asked(None, 64, &[1, 2]).tests(&mut config, 1024, &mut notes).unwrap();
         let kinds: Vec<What> = tests.iter().map(|test| test.what).collect();
-        let decode = |depth| What::Decode { depth };
-        assert_eq!(kinds, [What::Prefill, What::Prefill, decode(0), decode(512), What::Fused, What::Fused]);
+        let (decode, fused) = (|depth| What::Decode { depth }, What::Fused { depth: 8 });
+        assert_eq!(kinds, [What::Prefill, What::Prefill, decode(0), decode(512), fused, fused]);
         assert_eq!(notes.len(), 2, "{notes:?}");
         assert!(notes[0].starts_with("prefill of 2048 left out") && notes[0].contains("1024"), "{notes:?}");
     }
@@ -185,7 +187,7 @@ mod tests {
     fn what_is_asked_for_by_name_must_fit() {
         let error = |asked: Asked| asked.tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string();
         assert!(error(asked(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
-        assert!(error(asked(Some(&[0]), 60, &[1])).contains("in each of 1: needs 69"));
+        assert!(error(asked(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
         assert!(error(asked(None, 64, &[1])).contains("at 0: needs 66"));
     }
 

@@ -112,7 +112,7 @@ impl Work {
     ) -> Option<Work> {
         match what {
             What::Prefill => Work::of(source, inputs, sequences * tokens, sequences),
-            What::Decode { .. } | What::Fused => Work::of(source, inputs, sequences, sequences),
+            What::Decode { .. } | What::Fused { .. } => Work::of(source, inputs, sequences, sequences),
             What::Loop | What::Events | What::Http => None,
         }
     }

@@ -229,7 +229,10 @@ mod tests {
 
     #[test]
     fn the_tables_columns_stand_below_each_other() {
-        let report = report(vec![row(What::Fused, 1, &[1.0]), row(What::Fused, 32, &[1.0, 2.0])]);
+        let report = report(vec![
+            row(What::Fused { depth: 8 }, 1, &[1.0]),
+            row(What::Fused { depth: 8 }, 32, &[1.0, 2.0]),
+        ]);
         let table = report.table();
         let ends: Vec<usize> = table
             .lines()

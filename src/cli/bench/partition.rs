@@ -257,7 +257,7 @@ impl<'a> Bench<'a> {
                 let sample = sample(&engine.intake, &test, &mut prompts).await?;
                 let row = report.partitions.last_mut().expect("it was pushed; anything else is a bug");
                 let samples = match test.what {
-                    What::Fused => &mut row.throughput,
+                    What::Fused { .. } => &mut row.throughput,
                     _ => &mut row.decode,
                 };
                 samples.extend((number > 0).then_some(sample));
@@ -324,7 +324,13 @@ fn calibrated(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
 /// So many sequences that begin together. Those of other lanes may be ahead of the one that begins last, so each goes on
 /// for twice as long.
 fn together(sequences: usize, tokens: usize) -> Test {
-    Test { what: What::Fused, sequences, prompt: PROMPT, tokens, max_tokens: 2 * tokens + PROMPT }
+    Test {
+        what: What::Fused { depth: PROMPT },
+        sequences,
+        prompt: PROMPT,
+        tokens,
+        max_tokens: 2 * tokens + PROMPT,
+    }
 }
 
 /// Layers of one unit of work each, and nothing before or behind them.

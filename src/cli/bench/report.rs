@@ -106,7 +106,10 @@ pub enum What {
     Decode {
         depth: usize,
     },
-    Fused,
+    /// The same for several sequences at once.
+    Fused {
+        depth: usize,
+    },
     /// Layers around a device that takes no time.
     Loop,
     Events,
@@ -176,15 +179,22 @@ impl What {
         match self {
             What::Prefill => "prefill",
             What::Decode { .. } => "decode",
-            What::Fused => "fused decode",
+            What::Fused { .. } => "fused decode",
             What::Loop => "loop",
             What::Events => "loop + text",
             What::Http => "loop + text + HTTP",
         }
     }
 
+    fn is_fused(self) -> bool {
+        matches!(self, What::Fused { .. })
+    }
+
     fn depth(self) -> Option<usize> {
-        if let What::Decode { depth } = self { Some(depth) } else { None }
+        match self {
+            What::Decode { depth } | What::Fused { depth } => Some(depth),
+            _ => None,
+        }
     }
 
     /// What the time of a sample's step is, and how many of it are a second.
@@ -192,7 +202,7 @@ impl What {
         match self {
             What::Prefill => ("ms to first token", 1e3),
             What::Decode { .. } => ("ms per token", 1e3),
-            What::Fused => ("ms per step", 1e3),
+            What::Fused { .. } => ("ms per step", 1e3),
             What::Loop | What::Events | What::Http => ("us per step", 1e6),
         }
     }
@@ -239,7 +249,7 @@ impl Row {
             weight_bytes_per_s: self.weight_bytes.map(|bytes| bytes as f64 * per_second / time.median),
             share: self.share(),
             limit: self.limit(),
-            ratio: one.filter(|_| self.what == What::Fused).map(|one| tokens_per_s.median / one),
+            ratio: one.filter(|_| self.what.is_fused()).map(|one| tokens_per_s.median / one),
             samples: &self.samples,
         }
     }
@@ -313,7 +323,7 @@ impl Report {
     /// Of every row that has a sample.
     pub fn figures(&self) -> Vec<Figures<'_>> {
         let measured = || self.rows.iter().filter(|row| !row.samples.is_empty());
-        let one = measured().find(|row| row.what == What::Fused && row.sequences == 1);
+        let one = measured().find(|row| row.what.is_fused() && row.sequences == 1);
         let one = one.map(|row| row.tokens_per_s().median);
         measured().map(|row| row.figures(one)).collect()
     }
@@ -373,8 +383,8 @@ pub mod tests {
     #[test]
     fn figures_are_made_of_the_samples() {
         let rows = vec![
-            row(What::Fused, 1, &[1.0, 2.0, 4.0]),
-            row(What::Fused, 4, &[2.0, 2.0, 8.0]),
+            row(What::Fused { depth: 8 }, 1, &[1.0, 2.0, 4.0]),
+            row(What::Fused { depth: 8 }, 4, &[2.0, 2.0, 8.0]),
             row(What::Decode { depth: 7 }, 1, &[5.0]),
             row(What::Prefill, 1, &[]),
         ];
@@ -388,6 +398,6 @@ pub mod tests {
         assert_eq!(share(0), (0.5, Limit::Reading), "0.1 s to read what a step of 0.2 s needs");
         assert_eq!(share(1), (0.5, Limit::Reading));
         assert_eq!((figures[0].ratio, figures[1].ratio, figures[2].ratio), (Some(1.0), Some(4.0), None));
-        assert_eq!((figures[1].depth, figures[2].depth), (None, Some(7)));
+        assert_eq!((figures[1].depth, figures[2].depth), (Some(8), Some(7)));
     }
 }
