@@ -7,15 +7,15 @@ use super::ceilings::{self, Work};
 use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
+use crate::cli::reading::check_kind;
 use crate::cli::start::{self, factories, fetched_aside};
 use crate::cli::words;
 use crate::config::{Config, DeviceKind};
 use crate::model::load;
-use crate::model::spec::Kind;
 use crate::model::{ModelRef, ModelSource};
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::text::Tokenizer;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use mainstem_kernels::random::philox;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub async fn opened(config: &mut Config, report: &mut Report) -> Result<(Arc<Mod
     config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
     let (source, tokenizer) = start::configured(&model, &config.model)?;
-    check_kind(&source)?;
+    check_kind(&source, "the tests are for")?;
     report.model = Some(ModelFacts::of(&source));
     Ok((source, tokenizer))
 }
@@ -82,16 +82,6 @@ pub async fn measure(
     }
     engine.stop();
     Ok(())
-}
-
-/// Refuses a model that the tests are not made for, before it is loaded.
-fn check_kind(source: &ModelSource) -> Result<()> {
-    let kind = match source.spec.kind {
-        Kind::Decoder => return Ok(()),
-        Kind::Encoder => "an encoder",
-        Kind::EncoderDecoder => "an encoder-decoder",
-    };
-    bail!("{} is {kind}, and the tests are for decoders alone", source.name())
 }
 
 /// A cache whose size is given in bytes may be too small too, and then sequences would wait for each other.
