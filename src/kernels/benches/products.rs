@@ -2,7 +2,8 @@
 //!
 //! `cargo bench -p mainstem-kernels --bench products [-- NAME...]` measures the formats named, or the fast ones. The weights are
 //! larger than any cache, so one row is a matter of memory; of many rows it is one of arithmetic. Medians; `THREADS=n` sets
-//! the threads, `ROWS=1,32` the rows.
+//! the threads, `ROWS=1,32` the rows. `OUT=1024 MIB=1` is one matrix of so many outs, which stays in a cache: what is left then is
+//! arithmetic, and what a product costs beside.
 //! Invariant: every format multiplies the same shapes.
 
 use mainstem_kernels::conformance::noise;
@@ -12,8 +13,8 @@ use std::time::Instant;
 
 /// (out, in), of a Llama of 1.1B.
 const SHAPE: (usize, usize) = (5632, 2048);
-/// Bytes of all matrices of a format together.
-const BYTES: usize = 400 << 20;
+/// MiB of all matrices of a format together.
+const MIB: usize = 400;
 const ROWS: &str = "1,2,4,8,16,32,512";
 const ROWS_MAX: usize = 512;
 const TIMES: usize = 7;
@@ -27,20 +28,25 @@ fn main() {
             .collect(),
         false => named.iter().map(|name| QuantType::by_name(name).expect("a format's name")).collect(),
     };
-    let threads = std::env::var("THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(2);
+    let threads = number("THREADS").unwrap_or(2);
     let rows = std::env::var("ROWS").unwrap_or_else(|_| ROWS.into());
     let rows: Vec<usize> = rows.split(',').map(|rows| rows.parse().expect("a number of rows")).collect();
     assert!(rows.iter().all(|rows| *rows <= ROWS_MAX), "at most {ROWS_MAX} rows");
     let mut cpu =
         CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU");
     cpu.prepare(&limits()).expect("room for a step");
-    println!("{}; {} x {} matrices", cpu.describe(), SHAPE.0, SHAPE.1);
+    println!("{}; {} x {} matrices", cpu.describe(), number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
     let each = |column: &dyn Fn(&usize) -> String| rows.iter().map(column).collect::<String>();
     println!("{:<10} {:>9} {}", "", "1 row", each(&|rows| format!("{rows:>8}")));
     println!("{:<10} {:>9} {}", "", "GB/s", each(&|_| format!("{:>8}", "Gop/s")));
     for ty in types {
         measure(&mut cpu, ty, &rows);
     }
+}
+
+/// What the environment says of `name`.
+fn number(name: &str) -> Option<usize> {
+    std::env::var(name).ok().map(|n| n.parse().expect("a number"))
 }
 
 fn limits() -> StepLimits {
@@ -60,10 +66,10 @@ fn limits() -> StepLimits {
 }
 
 fn measure(cpu: &mut CpuBackend, ty: QuantType, rows: &[usize]) {
-    let (out, inp) = SHAPE;
+    let (out, inp) = (number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
     let mut codes = vec![0; ty.bytes(out * inp).expect("whole blocks")];
     ty.quantize(&noise(1, out * inp), &mut codes);
-    let count = BYTES / codes.len();
+    let count = ((number("MIB").unwrap_or(MIB) << 20) / codes.len()).max(1);
     let weights: Vec<Weight<HostBuf>> =
         (0..count).map(|_| cpu.upload_weight(ty, out, inp, &codes).expect("room for weights")).collect();
     let mut x = cpu.alloc(ROWS_MAX * inp * 4).expect("room");
@@ -72,8 +78,8 @@ fn measure(cpu: &mut CpuBackend, ty: QuantType, rows: &[usize]) {
     let mut line = String::new();
     let mut speed = 0.0;
     for &rows in rows {
-        // As many matrices as take some tenths of a second.
-        let some = if rows <= 32 { &weights[..] } else { &weights[..4] };
+        // As many matrices as take some tenths of a second, unless the environment says otherwise.
+        let some = if rows <= 32 { &weights[..] } else { &weights[..count.min(4)] };
         let mut times: Vec<f64> = (0..TIMES)
             .map(|_| {
                 let start = Instant::now();

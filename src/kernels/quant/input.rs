@@ -1,7 +1,7 @@
 //! Inputs of products with coded weights: 32 numbers of a row share a scale, as in Q8_0, which stays an F32.
 //!
-//! `scale = max |x| / 127`, `code = x * (127 / max |x|)` rounded, halves to even. Numbers that are none make the scale none,
-//! so that they show in every product of their block.
+//! `scale = max |x| / 127`, `code = x * (127 / max |x|)` rounded, halves to even. Of numbers of which one is infinite or none the scale is
+//! NaN, so that it shows in every product of their block.
 //!
 //! Invariant: fast kernels give these codes and scales bit for bit.
 
@@ -40,6 +40,9 @@ pub enum Operand {
 /// Numbers of a block.
 pub const INPUT_BLOCK: usize = 32;
 
+/// Added to a small number it leaves it rounded, halves to even, in the lower bits: 1.5 * 2^23.
+const ROUND: f32 = 12_582_912.0;
+
 /// A block of an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct InputBlock {
@@ -50,6 +53,8 @@ pub struct InputBlock {
 
 impl InputBlock {
     /// The block of these numbers.
+    // A clamped number that is none would stay so.
+    #[allow(clippy::manual_clamp)]
     #[inline(always)]
     pub fn of(x: &[f32; INPUT_BLOCK]) -> InputBlock {
         // As whole numbers the magnitudes are ordered as they are, and whatever is none is above them all.
@@ -62,9 +67,13 @@ impl InputBlock {
         let inverse = if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest };
         let mut codes = [0; INPUT_BLOCK];
         for (code, x) in codes.iter_mut().zip(x) {
-            *code = (x * inverse).round_ties_even() as i8;
+            // A conversion to a byte would be one by one; of this sum the lower bits are the whole number. The bounds are for
+            // what is no number.
+            let rounded = (x * inverse).max(-127.0).min(127.0) + ROUND;
+            *code = rounded.to_bits() as i8;
         }
-        InputBlock { codes, scale: largest / 127.0 }
+        let scale = if largest.is_finite() { largest / 127.0 } else { f32::NAN };
+        InputBlock { codes, scale }
     }
 
     /// What its numbers became.
@@ -104,7 +113,7 @@ mod tests {
             let mut x = [1.0; INPUT_BLOCK];
             x[17] = strange;
             let values = InputBlock::of(&x).values();
-            assert!(values.iter().all(|value| !value.is_finite()), "{strange}: {values:?}");
+            assert!(values.iter().all(|value| value.is_nan()), "{strange}: {values:?}");
         }
     }
 }

@@ -173,11 +173,10 @@ impl Codes for Elevens {
         if vector < Self::STORED {
             return simd.elevens(unsafe { simd.bytes(at.add(vector * BYTES)) });
         }
-        let mut both = simd.no_bytes();
+        let mut stored = [simd.no_bytes(); Self::STORED];
         for i in 0..Self::STORED {
-            let bytes = unsafe { simd.bytes(at.add(i * BYTES)) };
-            both = simd.over(both, simd.bits(bytes, 7, 1), i as u32);
+            stored[i] = unsafe { simd.bytes(at.add(i * BYTES)) };
         }
-        simd.elevens(both)
+        simd.elevens(simd.tops(stored))
     }
 }

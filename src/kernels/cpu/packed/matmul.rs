@@ -71,7 +71,7 @@ impl PackedScratch {
         input::pack(pool, level, source, &tiles, rooms, input);
         let (sums, sums_len) = (Parts::new(self.sums.f32_mut()), self.sums_len);
         let (codes, fields) = (Parts::new(self.codes.bytes_mut()), Parts::new(self.fields.f32_mut()));
-        Packed { level, way, tiles, count, input, sums, sums_len, codes, fields }
+        Packed { level, threads: pool.threads(), way, tiles, count, input, sums, sums_len, codes, fields }
     }
 }
 
@@ -117,6 +117,7 @@ impl IntKernel for TileRows {
 /// Packed rows, and each thread's scratch.
 pub struct Packed<'a> {
     level: Level,
+    pub threads: usize,
     pub way: Way,
     pub tiles: Tiles,
     pub count: usize,

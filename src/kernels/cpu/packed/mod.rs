@@ -6,11 +6,13 @@
 //! fields, so that codes begin where cache lines do. Outs beyond the last are zero.
 //!
 //! In reading order: `codes` and `fields` (how these lie), `formats` (which format is which), `store` (there and back),
-//! `input` (the other operand), `product` (one tile), `tiles` (the same by AMX), `panel` (several), `matmul` (all of them).
+//! `input` (the other operand), `ahead` (what is asked for early), `product` (one tile), `tiles` (the same by AMX), `panel`
+//! (several), `matmul` (all of them).
 //! Invariant: packed weights take the bytes of the blocks, and give them back one for one.
 
 #![allow(unsafe_code)]
 
+mod ahead;
 mod codes;
 mod fields;
 mod formats;

@@ -6,12 +6,13 @@
 //! Invariant: what passes by what decides only when a block is added, never in which order.
 
 use super::STRIP;
+use super::ahead::Ahead;
 use super::fields::Fields;
 #[cfg(target_arch = "x86_64")]
 use super::fields::Zero;
 use super::formats::{Format, Wide};
 use super::matmul::{Packed, Way};
-use super::product::{Tile, Unpack};
+use super::product::{Strips, Tile, Unpack};
 use super::store::Places;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{self, Columns, Whole};
@@ -99,18 +100,36 @@ impl<'a, F: Format> Panel<'a, F> {
         (codes.as_ptr(), fields.as_ptr())
     }
 
+    /// What is to be asked for, `times` times, while a tile of rows is multiplied with some unpacked blocks of a strip: a part of
+    /// those that are unpacked next, of the same strip or of one that this thread is likely to take.
+    fn ahead(&self, strip: usize, tile: usize, blocks: &Range<usize>, times: usize) -> Ahead {
+        let places = &self.places;
+        let (strip, first) = match blocks.end < places.blocks {
+            true => (strip, blocks.end),
+            false => (strip + self.rows.threads * self.strips.len(), 0),
+        };
+        if strip * STRIP >= self.product.w.out {
+            return Ahead::NONE;
+        }
+        let count = (CUT / F::NUMBERS).min(places.blocks - first);
+        let at = |offset| self.product.w.buf.bytes().as_ptr().wrapping_add(offset);
+        let codes = at(strip * places.codes + first * F::CODE_BYTES);
+        let fields = at(places.first_field + strip * places.fields + first * F::FIELD_BYTES);
+        let bytes = ((codes, count * F::CODE_BYTES), (fields, count * F::FIELD_BYTES));
+        Ahead::new(bytes, (tile, self.rows.tiles.count()), times)
+    }
+
     /// Adds some blocks of the strips, as these are stored.
     fn add_stored<S: Ints, const O: usize>(&self, simd: S, blocks: Range<usize>, sums: &mut [f32]) {
         let stride = self.stride();
         for (first, strips) in self.each::<O>() {
             let (codes, fields) = (strips.map(|o| self.strip(o).0), strips.map(|o| self.strip(o).1));
+            let strips = Strips { codes, fields, row: self.places.blocks, ahead: [Ahead::NONE; O] };
             for tile in 0..self.rows.tiles.count() {
                 let (rows, input) = self.rows.tile(tile, 0);
                 let sums = (&mut sums[rows.start * stride + first..rows.end * stride], stride);
                 // SAFETY: strips and input are whole.
-                unsafe {
-                    multiply::<S, F, O>(simd, rows.len(), (codes, fields), input, blocks.clone(), sums)
-                };
+                unsafe { multiply::<S, F, O>(simd, rows.len(), strips, input, blocks.clone(), sums) };
             }
         }
     }
@@ -131,14 +150,15 @@ impl<'a, F: Format> Panel<'a, F> {
         let unpacked = 0..blocks.len() * (F::NUMBERS / INPUT_BLOCK);
         for tile in 0..self.rows.tiles.count() {
             let (rows, input) = self.rows.tile(tile, blocks.start * F::NUMBERS / INPUT_BLOCK);
-            for (first, strips) in self.each::<O>() {
-                let strips = strips.map(|strip| strip - self.strips.start);
+            for (first, asked) in self.each::<O>() {
+                let strips = asked.map(|strip| strip - self.strips.start);
                 let codes = strips.map(|strip| scratch.codes[strip * CODES..].as_ptr());
                 let fields = strips.map(|strip| scratch.fields[strip * FIELDS..].as_ptr().cast());
                 let sums = (&mut scratch.sums[rows.start * stride + first..rows.end * stride], stride);
-                let (at, blocks) = ((codes, fields), unpacked.clone());
+                let ahead = asked.map(|strip| self.ahead(strip, tile, &blocks, unpacked.len()));
+                let strips = Strips { codes, fields, row: 0, ahead };
                 // SAFETY: what was unpacked has as many blocks, and so has the input from there on.
-                unsafe { multiply::<S, Wide<F>, O>(simd, rows.len(), at, input, blocks, sums) };
+                unsafe { multiply::<S, Wide<F>, O>(simd, rows.len(), strips, input, unpacked.clone(), sums) };
             }
         }
     }
@@ -162,12 +182,15 @@ impl<'a, F: Format> Panel<'a, F> {
             let new = || unsafe { CodeTiles::new(amx, rows.len(), width) };
             let registers = registers.get_or_insert_with(new);
             for strip in 0..self.strips.len() {
+                let wide = blocks.len() * F::NUMBERS / INPUT_BLOCK;
+                let times = tiles::steps(wide * F::Fields::RUNS);
                 let columns = Columns {
                     input,
                     rows: rows.len(),
                     codes: scratch.codes[strip * CODES..].as_ptr(),
                     fields: scratch.fields[strip * FIELDS..].as_ptr(),
-                    blocks: blocks.len() * F::NUMBERS / INPUT_BLOCK,
+                    blocks: wide,
+                    ahead: self.ahead(self.strips.start + strip, tile, &blocks, times),
                 };
                 let sums = &mut scratch.sums[rows.start * stride + strip * LANES..rows.end * stride];
                 let (whole, sums) = (&mut whole, (sums, stride));
@@ -201,7 +224,7 @@ impl<'a, F: Format> Panel<'a, F> {
 unsafe fn multiply<S: Ints, F: Format, const O: usize>(
     simd: S,
     rows: usize,
-    strips: ([*const u8; O], [*const u8; O]),
+    strips: Strips<O>,
     input: *const u8,
     blocks: Range<usize>,
     sums: (&mut [f32], usize),

@@ -8,22 +8,33 @@
 // Arrays in step: what they are indexed by says more than iterators over one of them.
 #![allow(clippy::needless_range_loop)]
 
+use super::ahead::Ahead;
 use super::codes::{Codes, HALF};
 use super::fields::{Fields, Zero};
 use super::formats::{Format, Wide};
 use super::input::{ROW_BYTES, WORD};
-use crate::cpu::simd::{BYTES, IntKernel, Ints, LANES, prefetch};
+use crate::cpu::simd::{BYTES, IntKernel, Ints, LANES, prefetch_first};
 use crate::quant::INPUT_BLOCK;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How far ahead of the codes at hand others are asked for, in bytes.
+/// How far ahead of the codes at hand others are asked for: bytes, at most, in whole blocks.
 const AHEAD: usize = 4096;
+
+/// Some strips: where the codes and fields of each one's first block are.
+#[derive(Clone, Copy)]
+pub struct Strips<const O: usize> {
+    pub codes: [*const u8; O],
+    pub fields: [*const u8; O],
+    /// Blocks of a row, where they come from memory: behind them the strips begin that come next.
+    pub row: usize,
+    /// What to ask for meanwhile, where these do not.
+    pub ahead: [Ahead; O],
+}
 
 /// What to multiply.
 pub struct Tile<'a, F, const R: usize, const O: usize> {
-    codes: [*const u8; O],
-    fields: [*const u8; O],
+    strips: Strips<O>,
     input: *const u8,
     blocks: Range<usize>,
     sums: (&'a mut [f32], usize),
@@ -37,12 +48,12 @@ impl<'a, F: Format, const R: usize, const O: usize> Tile<'a, F, R, O> {
     /// # Safety
     /// * Codes, fields and input can be read up to the end of `blocks`, as long as the tile lives.
     pub unsafe fn new(
-        (codes, fields): ([*const u8; O], [*const u8; O]),
+        strips: Strips<O>,
         input: *const u8,
         blocks: Range<usize>,
         sums: (&'a mut [f32], usize),
     ) -> Tile<'a, F, R, O> {
-        Tile { codes, fields, input, blocks, sums, format: PhantomData }
+        Tile { strips, input, blocks, sums, format: PhantomData }
     }
 }
 
@@ -61,15 +72,23 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
                 totals[r][o] = simd.load(&sums[r * stride + o]);
             }
         }
+        let mut strips = self.strips;
         for block in self.blocks {
-            for part in 0..F::NUMBERS / INPUT_BLOCK {
-                let mut strips = [Strip::<S>::default_of(simd); O];
-                for o in 0..O {
-                    // SAFETY: who made the tile promised that its pointers cover the blocks; here and below.
-                    strips[o] = unsafe { Strip::of::<F>(simd, self.codes[o], self.fields[o], block, part) };
+            if !F::STREAMS {
+                strips.ahead.iter_mut().for_each(Ahead::ask);
+            }
+            for part in (0..parts::<F>()).step_by(step::<F>()) {
+                if F::STREAMS {
+                    strips.ask_from::<F>(block, part);
                 }
-                let at = (block * (F::NUMBERS / INPUT_BLOCK) + part) * R * ROW_BYTES;
-                unsafe { add_block::<F, S, R, O>(simd, &strips, self.input.add(at), &mut totals) };
+                // SAFETY: who made the tile promised that its pointers cover the blocks. Two parts are spelled out, for
+                // then what both read is read once, and places are constants.
+                unsafe {
+                    add_part::<F, S, R, O>(simd, &strips, self.input, (block, part, 0), &mut totals);
+                    if step::<F>() == 2 {
+                        add_part::<F, S, R, O>(simd, &strips, self.input, (block, part, 1), &mut totals);
+                    }
+                }
             }
         }
         for r in 0..R {
@@ -78,6 +97,67 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
             }
         }
     }
+}
+
+impl<const O: usize> Strips<O> {
+    /// Asks for what comes some blocks after one step from part `part` of this one.
+    #[inline(always)]
+    fn ask_from<F: Format>(&self, block: usize, part: usize) {
+        let blocks = const { AHEAD / F::CODE_BYTES };
+        let (codes, fields) =
+            const { (F::CODE_BYTES / BYTES / steps::<F>(), F::FIELD_BYTES.div_ceil(BYTES * steps::<F>())) };
+        let (is_behind, nth) = (block + blocks >= self.row, part / step::<F>());
+        for o in 0..O {
+            // Behind the row: the strips that come next lie behind the last one of these.
+            let code = if is_behind { self.codes[O - 1] as usize - self.codes[0] as usize } else { 0 };
+            let field = if is_behind { self.fields[O - 1] as usize - self.fields[0] as usize } else { 0 };
+            let code = code + (block + blocks) * F::CODE_BYTES + nth * codes * BYTES;
+            let field = field + (block + blocks) * F::FIELD_BYTES + nth * fields * BYTES;
+            for line in 0..codes {
+                prefetch_first(self.codes[o].wrapping_add(code + line * BYTES));
+            }
+            for line in 0..fields {
+                prefetch_first(self.fields[o].wrapping_add(field + line * BYTES));
+            }
+        }
+    }
+}
+
+/// Runs of 32 columns in a block.
+const fn parts<F: Format>() -> usize {
+    F::NUMBERS / INPUT_BLOCK
+}
+
+/// Those that are dealt with in one step.
+const fn step<F: Format>() -> usize {
+    2 - parts::<F>() % 2
+}
+
+/// Steps of a block.
+const fn steps<F: Format>() -> usize {
+    parts::<F>() / step::<F>()
+}
+
+/// totals += the products of part `first + nth` of a block.
+///
+/// # Safety
+/// * Codes, fields and input can be read up to the end of the block.
+#[inline(always)]
+unsafe fn add_part<F: Format, S: Ints, const R: usize, const O: usize>(
+    simd: S,
+    strips: &Strips<O>,
+    input: *const u8,
+    (block, first, nth): (usize, usize, usize),
+    totals: &mut [[S::V; O]; R],
+) {
+    let mut parts_of = [Strip::<S>::default_of(simd); O];
+    for o in 0..O {
+        let (codes, fields) = (strips.codes[o], strips.fields[o]);
+        // SAFETY: the caller's promise, here and below.
+        parts_of[o] = unsafe { Strip::of::<F>(simd, codes, fields, block, (first, nth)) };
+    }
+    let at = (block * parts::<F>() + first + nth) * R * ROW_BYTES;
+    unsafe { add_block::<F, S, R, O>(simd, &parts_of, input.add(at), totals) };
 }
 
 /// 32 columns of a strip.
@@ -97,6 +177,8 @@ impl<S: Ints> Strip<S> {
         Strip { codes: std::ptr::null(), within: 0, scales: [zero; 2], base: zero }
     }
 
+    /// Those of part `first + nth` of a block. With `first` codes begin that are stored together.
+    ///
     /// # Safety
     /// * `codes` and `fields` cover the block.
     #[inline(always)]
@@ -105,19 +187,19 @@ impl<S: Ints> Strip<S> {
         codes: *const u8,
         fields: *const u8,
         block: usize,
-        part: usize,
+        (first, nth): (usize, usize),
     ) -> Strip<S> {
-        let together = F::Codes::NUMBERS / INPUT_BLOCK;
+        let together = const {
+            let together = F::Codes::NUMBERS / INPUT_BLOCK;
+            assert!(step::<F>().is_multiple_of(together), "a step has all codes that are stored together");
+            together
+        };
+        let (runs, within) = ((first + nth) / together, nth % together);
         // SAFETY: the caller's promise.
         unsafe {
-            let codes = codes.add(block * F::CODE_BYTES + part / together * F::Codes::BYTES);
-            let (scales, base) = F::Fields::scales(simd, fields.add(block * F::FIELD_BYTES), part);
-            if F::STREAMS {
-                for line in 0..F::Codes::BYTES / together / BYTES {
-                    prefetch(codes.wrapping_add(AHEAD + line * BYTES));
-                }
-            }
-            Strip { codes, within: part % together, scales, base }
+            let codes = codes.add(block * F::CODE_BYTES + runs * F::Codes::BYTES);
+            let (scales, base) = F::Fields::scales(simd, fields.add(block * F::FIELD_BYTES), first + nth);
+            Strip { codes, within, scales, base }
         }
     }
 }
@@ -153,7 +235,7 @@ impl<F: Format> IntKernel for Unpack<'_, F> {
 
     #[inline(always)]
     fn run<S: Ints>(self, simd: S) {
-        let parts = F::NUMBERS / INPUT_BLOCK;
+        let (parts, step) = const { (parts::<F>(), step::<F>()) };
         let codes = self.codes.as_chunks_mut::<BYTES>().0.as_chunks_mut::<{ 2 * HALF }>().0;
         let fields = self.fields.as_chunks_mut::<LANES>().0;
         let each = const { Wide::<F>::FIELD_BYTES / (LANES * size_of::<f32>()) };
@@ -163,7 +245,15 @@ impl<F: Format> IntKernel for Unpack<'_, F> {
                 break;
             }
             // SAFETY: who made this promised that its pointers cover the blocks; here and below.
-            let strip = unsafe { Strip::<S>::of::<F>(simd, self.strip.0, self.strip.1, block, part) };
+            let strip = unsafe {
+                Strip::<S>::of::<F>(
+                    simd,
+                    self.strip.0,
+                    self.strip.1,
+                    block,
+                    (part / step * step, part % step),
+                )
+            };
             for number in 0..HALF {
                 let pair = unsafe { F::Codes::pair(simd, strip.codes, strip.within, number) };
                 let pair = pair.map(|codes| simd.less(codes, self.less));

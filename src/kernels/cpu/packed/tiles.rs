@@ -8,6 +8,7 @@
 // Arrays in step: what they are indexed by says more than iterators over one of them.
 #![allow(clippy::needless_range_loop)]
 
+use super::ahead::Ahead;
 use super::input::{ROW_BYTES, WORD};
 use crate::cpu::amx::{CodeTiles, ROWS};
 use crate::cpu::simd::LANES;
@@ -27,6 +28,8 @@ pub struct Columns {
     /// (blocks, 1, 16), (blocks, 2, 16) with two scales to a block, or with a base.
     pub fields: *const f32,
     pub blocks: usize,
+    /// What to ask for meanwhile, a little in each step.
+    pub ahead: Ahead,
 }
 
 /// Room for what AMX writes down.
@@ -35,6 +38,11 @@ pub struct Whole([i32; 4 * SUMS]);
 
 impl Whole {
     pub const NONE: Whole = Whole([0; 4 * SUMS]);
+}
+
+/// Steps of two runs each.
+pub fn steps(runs: usize) -> usize {
+    runs.div_ceil(2)
 }
 
 /// To `sums`, 16 of each row, `stride` apart, go the products of the columns. There are RUNS scales to 32 columns, and a base if
@@ -61,9 +69,11 @@ pub unsafe fn multiply<const RUNS: usize, const BASE: bool>(
         }
     }
     let (runs, whole) = (columns.blocks * RUNS, &mut whole.0);
+    let mut ahead = columns.ahead;
     // SAFETY: the caller's promise, here and below.
     unsafe {
         for first in (0..runs).step_by(2) {
+            ahead.ask();
             let is_odd = first / 2 % 2 == 1;
             let two = first + 1 < runs;
             match is_odd {

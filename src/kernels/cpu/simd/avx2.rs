@@ -252,6 +252,17 @@ impl Ints for Avx2 {
         both!([a = a, b = b] _mm256_or_si256(a, _mm256_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
     }
     #[inline(always)]
+    fn tops(self, b: [W; 7]) -> W {
+        let mut tops = b[0];
+        for &b in &b[1..] {
+            tops = both!([a = tops, b = b] {
+                let top = _mm256_set1_epi8(-128);
+                _mm256_or_si256(_mm256_and_si256(b, top), _mm256_andnot_si256(top, _mm256_srli_epi16::<1>(a)))
+            });
+        }
+        both!([a = tops] _mm256_srli_epi16::<1>(a))
+    }
+    #[inline(always)]
     fn less(self, b: W, by: u8) -> W {
         both!([b = b] _mm256_sub_epi8(b, _mm256_set1_epi8(by as i8)))
     }

@@ -223,27 +223,37 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
         proven!(_mm512_or_si512(a, _mm512_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
     }
     #[inline(always)]
+    fn tops(self, b: [__m512i; 7]) -> __m512i {
+        // Where the last operand's bits are set the second's are chosen, elsewhere the first's.
+        const CHOICE: i32 = 0b1101_1000;
+        proven!({
+            let mut tops = b[0];
+            for b in &b[1..] {
+                tops = _mm512_ternarylogic_epi32::<CHOICE>(
+                    _mm512_srli_epi16::<1>(tops),
+                    *b,
+                    _mm512_set1_epi8(-128),
+                );
+            }
+            _mm512_srli_epi16::<1>(tops)
+        })
+    }
+    #[inline(always)]
     fn less(self, b: __m512i, by: u8) -> __m512i {
         proven!(_mm512_sub_epi8(b, _mm512_set1_epi8(by as i8)))
     }
     #[inline(always)]
     fn elevens(self, b: __m512i) -> [__m512i; 2] {
         if NEW {
-            // SAFETY: NEW proves VBMI, whose permutation looks at the lower seven bits.
+            // SAFETY: NEW proves VBMI, whose permutation looks at the lower seven bits; the tables are as long as what is read.
             return unsafe {
-                let (modulo, divided) = (MODULO.as_ptr(), DIVIDED.as_ptr());
-                [
-                    _mm512_permutex2var_epi8(
-                        _mm512_loadu_si512(modulo.cast()),
-                        b,
-                        _mm512_loadu_si512(modulo.add(64).cast()),
-                    ),
-                    _mm512_permutex2var_epi8(
-                        _mm512_loadu_si512(divided.cast()),
-                        b,
-                        _mm512_loadu_si512(divided.add(64).cast()),
-                    ),
-                ]
+                let at = DIVIDED.0.as_ptr();
+                let (low, high) = (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast()));
+                let divided = _mm512_permutex2var_epi8(low, b, high);
+                // Another lookup of 128 would keep the port that permutes longer than this one of 16 does.
+                let elevens = _mm512_broadcast_i32x4(_mm_loadu_si128(ELEVENS.as_ptr().cast()));
+                let eleven = _mm512_shuffle_epi8(elevens, divided);
+                [_mm512_sub_epi8(_mm512_and_si512(b, _mm512_set1_epi8(127)), eleven), divided]
             };
         }
         proven!({
@@ -300,15 +310,19 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     }
 }
 
-/// What 0 to 127 leave when divided by 11, and how often 11 goes.
-static MODULO: [u8; 128] = elevenths(false);
-static DIVIDED: [u8; 128] = elevenths(true);
+/// How often 11 goes into 0 to 127, in two vectors.
+static DIVIDED: Table = Table(elevenths());
+/// 11 times 0 to 11.
+static ELEVENS: [u8; 16] = [0, 11, 22, 33, 44, 55, 66, 77, 88, 99, 110, 121, 0, 0, 0, 0];
 
-const fn elevenths(is_quotient: bool) -> [u8; 128] {
+#[repr(align(64))]
+struct Table([u8; 128]);
+
+const fn elevenths() -> [u8; 128] {
     let mut table = [0; 128];
     let mut i = 0;
     while i < 128 {
-        table[i] = if is_quotient { i / 11 } else { i % 11 } as u8;
+        table[i] = (i / 11) as u8;
         i += 1;
     }
     table

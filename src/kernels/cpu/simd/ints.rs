@@ -31,6 +31,8 @@ pub trait Ints: Simd {
     fn bits(self, b: Self::B, from: u32, n: u32) -> Self::B;
     /// a | b << by, where nothing is shifted out of a byte of b.
     fn over(self, a: Self::B, b: Self::B, by: u32) -> Self::B;
+    /// The uppermost bits of every byte of seven vectors: the lower seven of one, in their order; its own uppermost is any.
+    fn tops(self, b: [Self::B; 7]) -> Self::B;
     /// Every byte less `by`, modulo 256.
     fn less(self, b: Self::B, by: u8) -> Self::B;
     /// The lower seven bits of every byte, below 121, modulo 11 and divided by it.

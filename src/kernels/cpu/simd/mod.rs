@@ -303,5 +303,18 @@ pub fn prefetch<T>(address: *const T) {
     let _ = address;
 }
 
+/// The same, to the first-level cache.
+#[inline(always)]
+pub fn prefetch_first<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 #[cfg(test)]
 mod tests;

@@ -163,6 +163,14 @@ impl Ints for Portable {
         made(|i| a[i] | b[i] << by)
     }
     #[inline(always)]
+    fn tops(self, b: [[u8; BYTES]; 7]) -> [u8; BYTES] {
+        let mut tops = [0; BYTES];
+        for (i, b) in b.iter().enumerate() {
+            tops = made(|n| tops[n] | b[n] >> 7 << i);
+        }
+        tops
+    }
+    #[inline(always)]
     fn less(self, b: [u8; BYTES], by: u8) -> [u8; BYTES] {
         each(&b, |b| b.wrapping_sub(by))
     }

@@ -273,7 +273,10 @@ impl IntKernel for Codes {
                 // SAFETY: both arrays are as long as what is read.
                 let (w, x) = unsafe { (simd.bytes(bytes.as_ptr()), simd.word(x.as_ptr())) };
                 let [rest, divided] = simd.elevens(simd.bits(w, 0, 7));
-                for codes in [w, rest, divided, simd.bits(w, 4, 4), simd.over(rest, simd.bits(w, 7, 1), 4)] {
+                let joined = simd.over(rest, simd.bits(w, 7, 1), 4);
+                let tops = simd.bits(simd.tops([w, joined, rest, w, divided, joined, w]), 0, 7);
+                let tops_of_others = simd.bits(simd.tops([rest, rest, w, joined, w, w, divided]), 0, 7);
+                for codes in [w, rest, divided, simd.bits(w, 4, 4), joined, tops, tops_of_others] {
                     let mut sums = [0.0; LANES];
                     simd.store(simd.to_float(simd.dot(simd.times_power(x, 1), codes, x)), &mut sums);
                     all.extend(sums);

@@ -1,0 +1,93 @@
+//! Asking memory for what is multiplied next, while something else is multiplied.
+//!
+//! Invariant: what is asked for changes no result; it need not even be there.
+
+use crate::cpu::simd::prefetch;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Codes and fields that are asked for a little at a time.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    codes: Lines,
+    fields: Lines,
+}
+
+/// Cache lines one after another.
+#[derive(Clone, Copy)]
+struct Lines {
+    at: *const u8,
+    left: usize,
+    each: usize,
+}
+
+impl Ahead {
+    pub const NONE: Ahead = Ahead { codes: Lines::NONE, fields: Lines::NONE };
+
+    /// Part `part` of `parts` of so many bytes of codes and fields, which `times` calls of [`Ahead::ask`] ask for.
+    pub fn new(
+        (codes, fields): ((*const u8, usize), (*const u8, usize)),
+        (part, parts): (usize, usize),
+        times: usize,
+    ) -> Ahead {
+        let lines = |bytes| Lines::new(bytes, (part, parts), times);
+        Ahead { codes: lines(codes), fields: lines(fields) }
+    }
+
+    /// Asks for some of it.
+    #[inline(always)]
+    pub fn ask(&mut self) {
+        self.codes.ask();
+        self.fields.ask();
+    }
+}
+
+impl Lines {
+    const NONE: Lines = Lines { at: std::ptr::null(), left: 0, each: 0 };
+
+    fn new((at, bytes): (*const u8, usize), (part, parts): (usize, usize), times: usize) -> Lines {
+        let lines = bytes.div_ceil(LINE);
+        let (start, end) = (part * lines / parts, (part + 1) * lines / parts);
+        let left = end - start;
+        Lines { at: at.wrapping_add(start * LINE), left, each: left.div_ceil(times.max(1)) }
+    }
+
+    #[inline(always)]
+    fn ask(&mut self) {
+        self.next().for_each(prefetch);
+    }
+
+    /// Those that are asked for now.
+    #[inline(always)]
+    fn next(&mut self) -> impl Iterator<Item = *const u8> + use<> {
+        let (at, lines) = (self.at, self.each.min(self.left));
+        self.at = at.wrapping_add(lines * LINE);
+        self.left -= lines;
+        (0..lines).map(move |line| at.wrapping_add(line * LINE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_parts_together_ask_for_each_line_once() {
+        for (bytes, parts, times) in
+            [(8192, 2, 8), (4096, 32, 8), (576, 3, 16), (64, 5, 1), (0, 2, 8), (100, 1, 3)]
+        {
+            let base = std::ptr::without_provenance::<u8>(1 << 20);
+            let mut asked = Vec::new();
+            for part in 0..parts {
+                let mut lines = Lines::new((base, bytes), (part, parts), times);
+                for _ in 0..times {
+                    asked.extend(lines.next().map(|line| line as usize));
+                }
+                assert_eq!(lines.next().count(), 0, "{bytes} bytes in {parts} parts, {times} times");
+            }
+            let all: Vec<usize> = (0..bytes.div_ceil(LINE)).map(|line| base as usize + line * LINE).collect();
+            assert_eq!(asked, all, "{bytes} bytes in {parts} parts, {times} times");
+        }
+    }
+}
