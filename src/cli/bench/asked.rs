@@ -11,6 +11,8 @@ use std::fmt;
 
 const PREFILL: [u32; 3] = [128, 512, 2048];
 const DEPTHS: [u32; 3] = [0, 512, 2048];
+/// Tokens of prompts that are only there to have something decoded.
+const WARM_UP: usize = 8;
 
 /// The tests of a model.
 #[derive(Args)]
@@ -72,6 +74,14 @@ impl Test {
         let begin = 1 + (sequences * depth).div_ceil(budget - sequences);
         let max_tokens = tokens + 1 + if sequences > 1 { begin } else { 0 };
         Test { what: What::Fused { depth }, sequences, prompt: depth, tokens, max_tokens }
+    }
+
+    /// What warms up for it: where tokens are decoded, the prompts before them need not be long.
+    pub fn warm_up(&self) -> Test {
+        match self.what {
+            What::Prefill => *self,
+            _ => Test { prompt: self.prompt.min(WARM_UP), ..*self },
+        }
     }
 
     /// Positions of one sequence.
@@ -181,6 +191,16 @@ mod tests {
         assert_eq!(kinds, [What::Prefill, What::Prefill, decode(0), decode(512), fused, fused]);
         assert_eq!(notes.len(), 2, "{notes:?}");
         assert!(notes[0].starts_with("prefill of 2048 left out") && notes[0].contains("1024"), "{notes:?}");
+    }
+
+    /// A prompt that is measured is read as it is, and as many tokens are decoded.
+    #[test]
+    fn warming_up_reads_no_long_prompts_that_are_not_measured() {
+        let prompts = |test: Test| (test.warm_up().prompt, test.warm_up().max_tokens == test.max_tokens);
+        assert_eq!(prompts(Test::prefill(512)), (512, true));
+        assert_eq!(prompts(Test::decode(2048, 4)), (8, true));
+        assert_eq!(prompts(Test::decode(0, 4)), (1, true));
+        assert_eq!(prompts(Test::fused((32, 128), 4, 512)), (8, true));
     }
 
     #[test]

@@ -74,7 +74,8 @@ pub async fn measure(
         // The first one warms up.
         for number in 0..=repeat {
             let ceilings = machine.as_mut().filter(|_| work.is_some()).map(ceilings::Measured::now);
-            let sample = Sample { ceilings, ..sample(&engine.intake, &test, &mut prompts).await? };
+            let run = if number == 0 { test.warm_up() } else { test };
+            let sample = Sample { ceilings, ..sample(&engine.intake, &run, &mut prompts).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
             progress.inc(1);
