@@ -6,7 +6,7 @@ use crate::quantize::{Room, loaded, opened, target};
 use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
 use mainstem::model::importance::{Choice, Observations};
 use mainstem::model::quantize::{Format, quantize};
-use mainstem::model::spec::{LayerSpec, MlpSpec, Piece};
+use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, Piece};
 use mainstem::model::{ModelRef, ModelSource, Shard, pieces, tensors};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
@@ -96,15 +96,9 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     let (layer, head) = (&stack.layers[0], stack.head.as_ref().expect("it has a head"));
     let embedding = &stack.embedding.as_ref().expect("it has one").table;
     let norm = layer.attention_norms.pre.as_ref().expect("it has one");
-    let (table, weight) = (numbers(&source, embedding), numbers(&source, &norm.weight));
-    let width = weight.len();
-    let normed = |token: &u32| {
-        let row = &table[*token as usize * width..][..width];
-        let square = row.iter().map(|x| x * x).sum::<f64>() / width as f64;
-        let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
-        row.iter().zip(&weight).map(|(x, weight)| x * scale * weight).collect()
-    };
-    let rows: Vec<Vec<f64>> = tokens.iter().map(normed).collect();
+    let (table, width) = (numbers(&source, embedding), norm.width);
+    let row = |token: &u32| &table[*token as usize * width..][..width];
+    let rows: Vec<Vec<f64>> = tokens.iter().map(|token| normed(&source, norm, row(token))).collect();
     for piece in [&layer.attention.q, &layer.attention.k, &layer.attention.v].map(|linear| &linear.weight) {
         near(&seen.means(piece).expect("it was seen"), &means(&rows));
     }
@@ -112,6 +106,60 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     let out = read(&source, &tokens, Want::Hidden);
     let states = out.hidden.chunks_exact(width).map(|row| row.iter().map(|x| f64::from(*x)).collect());
     near(&seen.means(&head.table).expect("it was seen"), &means(&states.collect::<Vec<_>>()));
+}
+
+/// w x, for w (out, x's width).
+fn product(source: &ModelSource, w: &Piece, x: &[f64]) -> Vec<f64> {
+    let rows = numbers(source, w);
+    rows.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+}
+
+/// x, normed as Llama does.
+fn normed(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
+    let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
+    x.iter().zip(numbers(source, &norm.weight)).map(|(x, weight)| x * scale * weight).collect()
+}
+
+/// A single token attends to itself alone: `o` reads its values, each once for each head that shares it. What `down` reads
+/// follows from there.
+#[test]
+fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
+    let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
+    let token = 77;
+    let seen = observed(&mut source, &[token]);
+    let stack = source.spec.decoder.as_ref().expect("it is a decoder");
+    let LayerSpec { attention, attention_norms, mlp, mlp_norms, .. } = &stack.layers[0];
+    let MlpSpec::Dense(mlp) = mlp else { panic!("the demo model is dense") };
+    let (table, width) =
+        (numbers(&source, &stack.embedding.as_ref().expect("it has one").table), attention.q.inp);
+    let x = &table[token as usize * width..][..width];
+    let read = normed(&source, attention_norms.pre.as_ref().expect("it has one"), x);
+    let values = product(&source, &attention.v.weight, &read);
+    let shared = attention.heads / attention.kv_heads;
+    assert!(shared > 1, "heads share values");
+    let heads: Vec<f64> =
+        values.chunks_exact(attention.v_dim).flat_map(|value| value.repeat(shared)).collect();
+    let o = product(&source, &attention.o.weight, &heads);
+    let x: Vec<f64> = x.iter().zip(o).map(|(x, o)| x + o).collect();
+    let read = normed(&source, mlp_norms.pre.as_ref().expect("it has one"), &x);
+    let gate = product(&source, &mlp.gate.weight, &read);
+    let up = product(&source, &mlp.up.as_ref().expect("it has one").weight, &read);
+    let activated: Vec<f64> = gate.iter().zip(up).map(|(x, up)| x / (1.0 + (-x).exp()) * up).collect();
+    for (linear, inputs) in [(&attention.o, heads), (&mlp.down, activated)] {
+        let got = seen.means(&linear.weight).expect("it was seen");
+        let want: Vec<f64> = inputs.iter().map(|x| x * x).collect();
+        // What cancelled nearly is as exact as the largest is.
+        let close = 1e-4 * want.iter().copied().fold(0.0, f64::max);
+        assert_eq!(got.len(), want.len(), "{}", linear.weight.name);
+        for (column, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert!(
+                (got - want).abs() <= close,
+                "{} column {column}: {got} is not {want}",
+                linear.weight.name
+            );
+        }
+    }
 }
 
 /// Fused and turned matrices, planes of stacked ones, tables of their own: each has a number for each column, but what lies

@@ -7,8 +7,10 @@ use super::{Placed, content};
 use crate::common::{Copied, fixture};
 use crate::families::family;
 use crate::oracle::{check_at, check_within};
+use crate::quantize::{self, Room};
 use mainstem::formats::FoundPooling;
 use mainstem::model::pieces::take;
+use mainstem::model::quantize::{Format, quantize};
 use mainstem::model::spec::MlpSpec;
 use mainstem::model::tensors::pieces;
 use mainstem::model::{ModelRef, ModelSource, ModelSpec};
@@ -144,7 +146,16 @@ fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
     // Programs that write files anew leave out a dimension of 1.
     let gate = file.tensors.iter_mut().find(|tensor| tensor.name == "blk.0.ffn_gate_inp_shexp.weight");
     gate.expect("it is there").drop_outermost();
-    same_model(&folder, &opened(&placed("qwen2_moe-vector", &file).file()));
+    let vector = placed("qwen2_moe-vector", &file);
+    same_model(&folder, &opened(&vector.file()));
+    // A row by itself is a matrix still, and is coded and written as one.
+    let (room, source) = (Room::new("gguf-vector"), quantize::opened(&vector.file(), "*=q8_0"));
+    let out = room.place("out");
+    quantize(&source, &quantize::target(out.clone(), Format::Safetensors)).expect("it is written");
+    let written = opened(&out);
+    assert!(quantize::loaded(&source) == quantize::loaded(&written));
+    let gate = written.checkpoint.tensor("blk.0.ffn_gate_inp_shexp.weight").expect("it is there");
+    assert_eq!((gate.stored_name(), gate.shape), ("q8_0", &[1, source.spec.hidden][..]));
 }
 
 /// Leaves one layer of a folder, as the first.
