@@ -1,7 +1,8 @@
 //! What this machine can do at most: how fast its memory is read, and how fast it multiplies.
 //!
-//! Kernels can come near these figures and not above them. They are measured with the same threads and instructions, so a
-//! share of them says how well a kernel does, whatever else the machine is doing.
+//! Kernels can come near these figures and hardly above them: of reading a little, for they ask for memory ahead, and plain
+//! reading does not. They are measured with the same threads and instructions, so a share of them says how well a kernel does,
+//! whatever else the machine is doing.
 //! Invariant: sums are used, and their operands unknown to the compiler, so nothing is left out.
 
 #![allow(unsafe_code)]
