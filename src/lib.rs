@@ -45,5 +45,9 @@ pub mod server;
 /// Every metric, in one table.
 pub mod telemetry;
 
+/// What tests of several modules share.
+#[cfg(test)]
+mod testing;
+
 /// The command line: one file per subcommand; the only place that names a backend.
 pub mod cli;

@@ -146,8 +146,8 @@ pub fn endpoints(spec: &ModelSpec) -> Vec<&'static str> {
 mod tests {
     use super::*;
     use crate::config::{Config, Overrides};
-    use crate::formats::scratch::Scratch;
     use crate::model::ModelRef;
+    use crate::testing::Scratch;
     use serde_json::{Value, json};
     use std::path::Path;
 

@@ -11,7 +11,7 @@ pub mod finish;
 pub mod pooling;
 
 #[cfg(test)]
-mod distribution;
+mod tests;
 
 pub use finish::{biases, finish};
 pub use mainstem_kernels::reference::{LogProbs, draw, logprobs};

@@ -98,7 +98,7 @@ fn special_tokens<'a>(sources: impl Iterator<Item = &'a HubConfig>) -> Result<BT
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use serde_json::json;
 
     /// What a folder with these files says; (name, content).

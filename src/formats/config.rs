@@ -394,7 +394,7 @@ impl SamplingDefaults {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     fn config(text: &str) -> HubConfig {
         let folder = Scratch::new();

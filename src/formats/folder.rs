@@ -189,7 +189,7 @@ impl fmt::Debug for FileBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     static FILES: EmbeddedFolder =
         EmbeddedFolder { name: "sample", files: &[("a", b"first"), ("b", b"\xff")] };

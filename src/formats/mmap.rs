@@ -61,7 +61,7 @@ impl MappedFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     #[test]
     fn bytes_that_were_let_go_come_back_the_same() {

@@ -32,9 +32,6 @@ mod safetensors;
 
 pub mod save;
 
-#[cfg(test)]
-pub(crate) mod scratch;
-
 pub use chat::{ChatFiles, ChatSource};
 pub use config::{DecoderOpening, GenerationConfig, HubConfig, SamplingDefaults};
 pub(crate) use folder::is_plain_name;

@@ -296,7 +296,7 @@ fn positive_context(settings: &HubConfig, key: &str) -> Result<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     const CONFIG: &str = "config.json";
 

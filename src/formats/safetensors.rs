@@ -137,7 +137,7 @@ impl Described {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use mainstem_kernels::random::philox;
 
     const HEADER: &str = r#"{"__metadata__":{"format":"pt","shape":"free text"},

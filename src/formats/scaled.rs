@@ -184,7 +184,7 @@ fn block_size(folder: &Folder) -> Result<Option<[usize; 2]>> {
 mod tests {
     use super::*;
     use crate::formats::save::{SavedTensor, safetensors_files};
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use serde_json::json;
 
     /// As PyTorch reads each code (tests/oracle/make_f8.py).

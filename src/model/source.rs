@@ -392,7 +392,7 @@ fn as_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
 mod tests {
     use super::*;
     use crate::formats::ChatSource;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use serde_json::json;
 
     fn on_disk(name: &str) -> PathBuf {

@@ -65,7 +65,7 @@ fn read(file: &Path) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     fn pems() -> (String, String) {
         let made = rcgen::generate_simple_self_signed(["localhost".to_string()]).unwrap();

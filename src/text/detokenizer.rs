@@ -141,8 +141,10 @@ fn is_beginning(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::{Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece};
-    use crate::text::tokenizer::fixtures;
+    use crate::testing::vocabularies::{
+        Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece,
+    };
+    use crate::text::tokenizer::tests::fixtures;
 
     fn samples() -> Vec<Arc<Tokenizer>> {
         let hubs = [byte_level(), byte_fallback(), word_piece(), metaspace()]

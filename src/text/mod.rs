@@ -12,9 +12,6 @@ pub mod stop;
 
 pub mod chat_template;
 
-#[cfg(test)]
-mod samples;
-
 pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use stop::StopMatcher;

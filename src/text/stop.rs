@@ -84,7 +84,7 @@ impl StopMatcher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::Dice;
+    use crate::testing::vocabularies::Dice;
 
     fn matcher(stops: &[&str], keeps_stop: bool) -> StopMatcher {
         StopMatcher::new(stops.iter().map(|stop| stop.to_string()).collect(), keeps_stop)

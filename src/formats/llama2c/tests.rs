@@ -3,7 +3,7 @@
 use super::header::{HEADER_BYTES, HEADER_BYTES_V0, MAGIC};
 use super::*;
 use crate::formats::elements;
-use crate::formats::scratch::Scratch;
+use crate::testing::Scratch;
 use mainstem_kernels::random::philox;
 
 const SIZES: [i32; 7] = [8, 6, 2, 4, 2, 5, 3];

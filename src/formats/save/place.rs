@@ -144,7 +144,7 @@ pub fn check_names(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     fn names(folder: &Path) -> Vec<String> {
         let mut names: Vec<String> = fs::read_dir(folder)

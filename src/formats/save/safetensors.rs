@@ -92,8 +92,8 @@ fn index(tensors: &[SavedTensor], files: &[SavedFile]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
     use crate::formats::{Checkpoint, Dtype};
+    use crate::testing::Scratch;
     use mainstem_kernels::QuantType;
 
     fn tensor(name: &str, ty: QuantType, shape: &[usize], turned: bool) -> SavedTensor {

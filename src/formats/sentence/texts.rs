@@ -49,7 +49,7 @@ impl TextSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use serde_json::json;
 
     #[test]

@@ -5,10 +5,10 @@
 use crate::actors::stream::{Standing, channel};
 use crate::actors::{Conventions, EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
-use crate::formats::scratch::Scratch;
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use crate::server::{Ending, ServeParts, Server};
+use crate::testing::Scratch;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Context, Handler};
 use actix_web::rt::{net::TcpStream, spawn, task, task::JoinHandle, time::timeout};

@@ -114,7 +114,7 @@ fn single_byte(id: u32, piece: &[u8]) -> Result<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::{Dice, scored_file, scored_pieces};
+    use crate::testing::vocabularies::{Dice, scored_file, scored_pieces};
 
     /// The tokenizer of these pieces, each (score, bytes).
     fn tokenizer(pieces: &[(f32, Vec<u8>)]) -> Tokenizer {

@@ -57,6 +57,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 pub use gguf::GgufVocabulary;
+#[cfg(test)]
+pub(crate) use spelling::byte_of_character;
 
 /// Ids must be below this: a vocabulary a hundred times the largest in use.
 const VOCAB_MAX: u32 = 1 << 24;
@@ -258,13 +260,4 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 #[cfg(test)]
-pub(super) mod fixtures;
-
-#[cfg(test)]
-mod tests;
-
-#[cfg(test)]
-mod answers;
-
-#[cfg(test)]
-mod damage;
+pub(super) mod tests;

@@ -51,7 +51,7 @@ fn with_byte(strings: &[(Box<[u8]>, u32)], at: usize, byte: u8) -> &[(Box<[u8]>,
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::Dice;
+    use crate::testing::vocabularies::Dice;
 
     #[test]
     fn all_prefixes_are_found_and_nothing_else() {

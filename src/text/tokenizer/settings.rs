@@ -208,7 +208,7 @@ fn token(value: &Value, special: Special) -> Result<AddedToken> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::tokenizer::fixtures::lay;
+    use crate::text::tokenizer::tests::fixtures::lay;
     use serde_json::json;
 
     fn settings(files: Value) -> Settings {

@@ -121,7 +121,7 @@ fn spans(best: &[Option<Best>]) -> Vec<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::Dice;
+    use crate::testing::vocabularies::Dice;
 
     /// Cuts a text in every possible way; the largest sum of scores.
     fn best_sum(pieces: &[ScoredPiece], unknown: f64, text: &str) -> f64 {

@@ -7,8 +7,8 @@ mod damage;
 mod several;
 
 use super::*;
-use crate::formats::scratch::Scratch;
 use crate::formats::{ChatFiles, Dtype, elements};
+use crate::testing::Scratch;
 use mainstem_kernels::QuantType;
 use mainstem_kernels::random::philox;
 

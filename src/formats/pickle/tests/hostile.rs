@@ -4,7 +4,7 @@
 
 use super::assemble::*;
 use super::{opened, refusal, value_refusal};
-use crate::formats::scratch::Scratch;
+use crate::testing::Scratch;
 
 /// Names that run something, fetch something, or make what does.
 const OUTSIDE: [(&str, &str); 44] = [

@@ -3,7 +3,7 @@
 use super::assemble::*;
 use super::{content, fixture, opened, value_refusal};
 use crate::formats::Checkpoint;
-use crate::formats::scratch::Scratch;
+use crate::testing::Scratch;
 use serde_json::{Value, json};
 
 /// What PyTorch's own reader makes of a tensor, against ours.

@@ -265,4 +265,4 @@ fn word_pieces(file: &GgufVocabulary) -> Result<Draft> {
 }
 
 #[cfg(test)]
-mod damage;
+mod tests;

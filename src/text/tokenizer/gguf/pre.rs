@@ -154,7 +154,7 @@ impl Pre {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::soon;
+    use crate::testing::vocabularies::soon;
     use crate::text::tokenizer::splits;
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper};
 

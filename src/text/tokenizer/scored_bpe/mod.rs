@@ -138,7 +138,7 @@ fn ranks(pieces: &[ScoredPiece]) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::{Dice, soon};
+    use crate::testing::vocabularies::{Dice, soon};
     use std::collections::BTreeSet;
 
     /// The algorithm as plainly as it can be said: look at all neighbours, join the best, begin again.

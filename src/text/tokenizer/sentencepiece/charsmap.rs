@@ -81,7 +81,7 @@ const VALUE: u32 = !(1 << 31);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::samples::Dice;
+    use crate::testing::vocabularies::Dice;
 
     /// The rules of three prefixes: "a" becomes "x", "ab" becomes nothing, "é" becomes "e".
     fn rules() -> Vec<u8> {

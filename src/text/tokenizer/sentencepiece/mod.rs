@@ -154,7 +154,7 @@ mod tests {
 
     /// What a folder with this model is refused with.
     fn refusal(model: &ModelProto, config: &str) -> String {
-        let scratch = crate::formats::scratch::Scratch::new();
+        let scratch = crate::testing::Scratch::new();
         scratch.write("spiece.model", &model.encode_to_vec());
         scratch.write("tokenizer_config.json", config.as_bytes());
         match Tokenizer::from_folder(&scratch.folder()) {

@@ -158,7 +158,7 @@ fn switched_on(settings: &HubConfig) -> Result<Vec<&str>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
     use serde_json::json;
 
     const POOLING_CONFIG: &str = "1_Pooling/config.json";

@@ -2,9 +2,15 @@
 //!
 //! Invariant: what holds for one kind is tried on all of them.
 
+mod answers;
+
+pub(in crate::text) mod damage;
+
+pub(in crate::text) mod fixtures;
+
 use super::*;
-use crate::formats::scratch::Scratch;
-use crate::text::samples::{Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece};
+use crate::testing::Scratch;
+use crate::testing::vocabularies::{Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece};
 use serde_json::{Value, json};
 
 #[test]

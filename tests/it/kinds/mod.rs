@@ -396,7 +396,7 @@ async fn a_device_without_arithmetic_answers_for_encoders_too() {
 fn a_decoder_without_a_head_is_refused_at_start() {
     let model = Copied::of("tied", "kinds-headless");
     model.configure("model_type", "headless".into());
-    let spec = include_str!("../../specs/llama.toml").replace("[\"llama\"]", "[\"headless\"]");
+    let spec = include_str!("../../../specs/llama.toml").replace("[\"llama\"]", "[\"headless\"]");
     std::fs::write(model.file("spec.toml"), spec.replace("[head]\n", "[head]\nkind = \"none\"\n"))
         .expect("it can be written");
     let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("it opens");

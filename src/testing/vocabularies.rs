@@ -2,9 +2,9 @@
 //!
 //! Invariant: the same seed gives the same vocabulary and the same throws.
 
-use super::tokenizer::Tokenizer;
-use super::tokenizer::spelling::byte_of_character;
-use crate::formats::scratch::Scratch;
+use crate::testing::Scratch;
+use crate::text::tokenizer::Tokenizer;
+use crate::text::tokenizer::byte_of_character;
 use mainstem_kernels::random::philox;
 use serde_json::{Map, Value, json};
 

@@ -410,7 +410,7 @@ fn shards(index: &Path) -> Result<BTreeSet<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::scratch::Scratch;
+    use crate::testing::Scratch;
 
     fn hub(settings: &HubSettings, variables: &[(&str, &str)]) -> Result<Hub> {
         Hub::new(settings, |name| {

@@ -3,10 +3,10 @@
 //! Invariant: each is an error that names the file, or harmless; nothing panics.
 
 use super::GgufVocabulary;
-use crate::text::samples::Dice;
+use crate::testing::vocabularies::Dice;
 use crate::text::tokenizer::Tokenizer;
-use crate::text::tokenizer::damage::survives;
-use crate::text::tokenizer::fixtures::vocabulary;
+use crate::text::tokenizer::tests::damage::survives;
+use crate::text::tokenizer::tests::fixtures::vocabulary;
 use serde_json::json;
 use std::path::Path;
 

@@ -3,8 +3,8 @@
 //!
 //! Invariant: nothing here knows how any of them should be read.
 
-use super::{GgufVocabulary, Tokenizer};
-use crate::formats::scratch::Scratch;
+use crate::testing::Scratch;
+use crate::text::tokenizer::{GgufVocabulary, Tokenizer};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -3,10 +3,10 @@
 //! Invariant: each is an error that names the file, or harmless; nothing panics, and no number in a file asks
 //! for more than the limit on ids allows.
 
-use super::Tokenizer;
 use super::fixtures::lay;
-use crate::formats::scratch::Scratch;
-use crate::text::samples::Dice;
+use crate::testing::Scratch;
+use crate::testing::vocabularies::Dice;
+use crate::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 const TEXT: &str = "Hello  there, 日本 \u{1f600}\t<s>123 the\u{301}\u{feff} <tool>";

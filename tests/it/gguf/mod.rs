@@ -201,7 +201,7 @@ fn a_specification_of_ones_own_reads_any_architecture() {
         ("_proj", ""),
         ("\"halves\"", "\"interleaved\""),
     ];
-    let shipped = include_str!("../../specs/llama.toml").to_owned();
+    let shipped = include_str!("../../../specs/llama.toml").to_owned();
     let own = names.iter().fold(shipped, |text, (hub, gguf)| text.replace(hub, gguf));
     let spec = placed.0.join("mine.toml");
     std::fs::write(&spec, own).expect("it can be written");

@@ -2,7 +2,7 @@
 //! allocated, on any thread, neither from the allocator, which counts here, nor in buffers of the device. A
 //! binary of its own, because the allocator is the process's.
 
-#[path = "allocator/group.rs"]
+#[path = "group.rs"]
 mod group;
 
 use mainstem::model::Shard;

@@ -3,8 +3,8 @@
 //!
 //! Invariant: a text's ids are the library's, one by one, and so is the text of ids.
 
-use super::Tokenizer;
 use super::fixtures::{Case, folders, ggufs, texts, vocabulary};
+use crate::text::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::path::Path;
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: no two live at the same path, and each is removed when it is dropped.
 
-use super::Folder;
+use crate::formats::Folder;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

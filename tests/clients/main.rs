@@ -8,7 +8,7 @@
 //!
 //! Invariant: every check is one line, and the last line counts them.
 
-#[path = "it/program.rs"]
+#[path = "../it/program.rs"]
 mod program;
 
 use serde_json::json;
