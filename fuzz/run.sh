@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs each target for a while, one after the other, and prints what came of it.
-# Usage: fuzz/run.sh SECONDS [TARGET...]     (SEED, the first number of libFuzzer's chance; 1 unless it is set)
+# Runs the targets one after the other, each for SECONDS, and prints a summary line for each.
+# Usage: fuzz/run.sh SECONDS [TARGET...]     (SEED: libFuzzer's random seed, default 1)
 set -eu
 
 seconds=$1

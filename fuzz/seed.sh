@@ -1,12 +1,12 @@
 #!/bin/sh
-# Lays the fixtures that each target can read into fuzz/corpus/TARGET, as the first inputs of its runs.
+# Copies the fixtures that each target can read to fuzz/corpus/TARGET, as its initial inputs.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
 fixtures=$here/../tests/fixtures
 corpus=$here/corpus
 
-# into TARGET FILE...: copies the files under names made of their paths.
+# into TARGET FILE...: copies the files to the target's corpus, under names derived from their paths.
 into() {
     target=$1
     shift
@@ -16,7 +16,7 @@ into() {
     done
 }
 
-# The tensors' numbers are of no interest, so a file of weights gives its head alone.
+# The values of tensors do not matter, so no large weight file is copied.
 into safetensors "$fixtures"/sharded/model.safetensors.index.json
 into pickle_stream "$fixtures"/pickle/kinds/stream.bin
 into pickle_zip "$fixtures"/pickle/kinds/zip*.bin
@@ -32,4 +32,4 @@ into generation_config "$fixtures"/*/generation_config.json "$fixtures"/*/tokeni
     "$fixtures"/families/xlm_roberta/1_Pooling/config.json
 
 python3 "$here/seeds.py" "$fixtures" "$corpus"
-echo "seeds are in $corpus"
+echo "The seeds are in $corpus."

@@ -1,4 +1,4 @@
-"""Seeds that no fixture is: small files, and those that a target wants in one. Called by seed.sh.
+"""Creates seeds that are not fixtures: small files, and inputs that combine several files. Called by seed.sh.
 
 Usage: seeds.py FIXTURES CORPUS
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FIXTURES, CORPUS = map(Path, sys.argv[1:])
-# Tokens of a vocabulary that are enough to have every kind of them.
+# Number of tokens kept of a vocabulary; enough for tokens of every type.
 TOKENS = 300
 SAFETENSORS = {
     "__metadata__": {"format": "pt"},
@@ -21,7 +21,7 @@ SAFETENSORS = {
 }
 # dim, hidden_dim, layers, heads, kv_heads, vocab, seq_len
 LLAMA2C = (8, 6, 2, 4, 2, 5, 3)
-# GGUF's numbers for the kinds of values.
+# GGUF's ids of value types.
 U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
@@ -37,7 +37,7 @@ def safetensors():
 
 
 def llama2c(version):
-    """A file of that version, its classifier shared with the embedding."""
+    """Returns a llama2.c file of this version, with tied embeddings."""
     dim, width, layers, heads, kv_heads, vocab, context = LLAMA2C
     head = dim // heads
     norms = (2 * layers + 1) * dim
@@ -49,7 +49,7 @@ def llama2c(version):
 
 
 def gguf(entries):
-    """A file of these entries, without tensors."""
+    """Returns a GGUF file with these metadata entries and no tensors."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries))
     return head + b"".join(text(key) + value(given) for key, given in entries.items())
 
@@ -86,7 +86,7 @@ def array(given):
 
 
 def vocabulary(keys):
-    """The entries of a vocabulary, cut to its first tokens."""
+    """Returns the metadata entries of a vocabulary, truncated to its first tokens."""
     entries = {"general.architecture": "llama", "tokenizer.chat_template": "{{ messages[0]['content'] }}"}
     for key, given in keys.items():
         if key == "precompiled_charsmap":

@@ -1,7 +1,7 @@
-//! The models that are part of the program, so that it runs without any other: a small one that tells stories
-//! and chats, and a smaller one that drafts for it.
+//! The models embedded in the program: a small one that tells stories and chats, and a smaller draft model
+//! for speculative decoding with it.
 //!
-//! Invariant: both have one tokenizer, and every file is in the program once.
+//! Invariant: both have the same tokenizer, and every file is embedded once.
 
 use crate::formats::EmbeddedFolder;
 
@@ -26,7 +26,7 @@ pub static DEMO: EmbeddedFolder = EmbeddedFolder {
     ],
 };
 
-/// Its draft: guesses what [`DEMO`] will say.
+/// The draft model of [`DEMO`], for speculative decoding.
 pub static DRAFT: EmbeddedFolder = EmbeddedFolder {
     name: "mainstem-demo-draft",
     files: &[

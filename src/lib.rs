@@ -1,53 +1,54 @@
-//! Mainstem serves transformer models: every live request is a tributary, and one decode loop, the main
-//! stem, carries all of them. The modules, in the order in which to read them:
+//! Mainstem serves transformer models. All running requests share one decode loop, which batches their tokens
+//! into common steps, as tributaries join a river's main stem. The modules, in suggested reading order:
 
 #![deny(unsafe_code)]
 
-/// What is asked and answered: plain data. Whatever is admitted is valid.
+/// Requests and their results as plain data. An admitted request is valid.
 pub mod request;
 
-/// The typed configuration: read once, checked once, split by consumer.
+/// Typed configuration: read once, checked once, split by consumer.
 pub mod config;
 
-/// The live part: intake, prefill, decode, kv, device. Only decode issues device work.
+/// Actors of a running engine: intake, prefill, decode, kv, device. Only decode issues device work.
 pub mod actors;
 
-/// Logits to token: pure functions.
+/// Token selection: pure functions from logits to tokens.
 pub mod decoding;
 
-/// Slots, pages and who holds them: pure bookkeeping.
+/// Bookkeeping of slots and KV pages and their owners, without I/O or device memory.
 pub mod memory;
 
-/// What a model is made of, and the one definition of a layer.
+/// Model specifications, weights, and the single definition of a transformer layer.
 pub mod model;
 
-/// Which device holds which part of a model, and how fast that is. Sizes and speeds only.
+/// Partition planning: which device holds which part of a model, and the predicted speed. Works on sizes and
+/// speeds only.
 pub mod planner;
 
-/// The families that ship, as data.
+/// Specifications of the built-in model families, as data.
 pub mod specs;
 
-/// Bytes to named tensors. Nothing a file says is believed before it is checked.
+/// File formats: bytes to named tensors. Everything that a file states is checked before use.
 pub mod formats;
 
-/// The models that are part of the program.
+/// Demo models compiled into the binary.
 pub mod demo;
 
-/// A hub's models to folders in the hub's cache.
+/// Hub downloads: fetches a hub's model into a folder of the hub cache.
 pub mod hub;
 
-/// Text to token ids and back. No half character ever leaves.
+/// Tokenization: text to token ids and back. Partial UTF-8 characters are never emitted.
 pub mod text;
 
-/// HTTP: sees text and requests, never tensors.
+/// HTTP server. It handles text and requests, never tensors.
 pub mod server;
 
-/// Every metric, in one table.
+/// Metrics, in one table, and the log.
 pub mod telemetry;
 
-/// What tests of several modules share.
+/// Helpers shared by the tests of several modules.
 #[cfg(test)]
 mod testing;
 
-/// The command line: one file per subcommand; the only place that names a backend.
+/// Command line: one module per subcommand. The only place that names a concrete backend.
 pub mod cli;

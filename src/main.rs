@@ -1,4 +1,4 @@
-//! The program: its arguments go to `cli`.
+//! The `mainstem` binary, which runs [`mainstem::cli`].
 
 fn main() -> std::process::ExitCode {
     mainstem::cli::run()

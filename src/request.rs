@@ -1,108 +1,110 @@
-//! What the server asks of the actors and what they answer: plain data, no tensors, no HTTP.
+//! Requests, token events and request errors: plain data that the server and the actors exchange, without
+//! tensors or HTTP types.
 //!
-//! Invariant: a [`Request`] that intake has admitted is valid; nothing behind it checks again.
+//! Invariant: a [`Request`] that intake has admitted is valid; nothing behind intake checks it again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A client's wish, in token ids, checked against the model's limits by intake.
+/// One sequence to compute, in token ids. Intake checks it against the model's limits.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Shown in logs and answers; not necessarily unique.
+    /// Shown in logs and responses; not necessarily unique.
     pub id: Arc<str>,
-    /// What is wanted.
+    /// What the request computes.
     pub task: Task,
-    /// Token ids of what an encoder reads: of a source to generate from, or of the text to embed or to fill. Empty for
-    /// models without an encoder.
+    /// Token ids of the encoder input: of the source text to generate from, or of the text to embed or to
+    /// fill. Empty for models without an encoder.
     pub source: Arc<[u32]>,
-    /// Token ids of the prompt, of the decoder where there are two stacks; at least one if anything is generated.
+    /// Token ids of the prompt; of an encoder-decoder model, the decoder's prompt. At least one for
+    /// [`Task::Generate`].
     pub prompt: Arc<[u32]>,
-    /// Tokens to generate at most; 0 only together with `prompt_logprobs` or echo.
+    /// Maximum number of generated tokens; 0 only together with `prompt_logprobs` or echo.
     pub max_tokens: u32,
-    /// Go on past the model's end-of-sequence tokens.
+    /// Whether generation continues past the model's end-of-sequence tokens.
     pub ignore_eos: bool,
-    /// Tokens that end the sequence too, `ignore_eos` or not.
+    /// Additional tokens that end the sequence, regardless of `ignore_eos`.
     pub stop_ids: Arc<[u32]>,
-    /// Generated tokens before which no token that would end the sequence is drawn.
+    /// Minimum number of generated tokens: until then, no token that would end the sequence is sampled.
     pub min_tokens: u32,
-    /// Added to these tokens' logits before anything is drawn: (id, bias). Each id stands once.
+    /// Biases added to the logits before sampling, as (token id, bias). Each id occurs once.
     pub logit_bias: Arc<[(u32, f32)]>,
     pub sampling: Sampling,
-    /// Most likely tokens wanted beside each generated one: `Some(0)` is the log-probability of the token
-    /// alone; `None` is nothing.
+    /// Number of most likely tokens to report with each generated token. `Some(0)` reports the
+    /// log-probability of the token alone; `None` reports nothing.
     pub logprobs: Option<u8>,
-    /// Log-probabilities of the prompt's tokens are wanted too (the first has none).
+    /// Whether to report the log-probabilities of the prompt's tokens (the first has none).
     pub prompt_logprobs: bool,
-    /// When the client asked.
+    /// When the request arrived.
     pub arrived: Instant,
-    /// How long after that it may take; `None` is as long as it takes.
+    /// Maximum duration of the request from its arrival; `None` for no limit.
     pub time_limit: Option<Duration>,
 }
 
-/// What is made of a request's tokens.
+/// What a request computes from its tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Task {
-    /// Tokens after the prompt.
+    /// Tokens that continue the prompt.
     Generate,
-    /// One vector for the source.
+    /// One vector for the encoder input.
     Embed(Pooling),
-    /// The likeliest tokens at some places of the source, ascending; so many of them.
+    /// The `top` most likely tokens at each of the positions `at` of the encoder input. Positions ascend.
     Fill { at: Arc<[u32]>, top: u8 },
 }
 
 /// How the hidden states of a text become one vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
-    /// Their mean.
+    /// The mean of all hidden states.
     Mean,
-    /// The first token's.
+    /// The first token's hidden state.
     Cls,
-    /// The last token's.
+    /// The last token's hidden state.
     Last,
 }
 
-/// How tokens are drawn.
+/// Sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy.
+    /// 0 is greedy sampling.
     pub temperature: f32,
-    /// 0 keeps all.
+    /// 0 keeps all tokens.
     pub top_k: u32,
-    /// 1 keeps all.
+    /// 1 keeps all tokens.
     pub top_p: f32,
-    /// 0 keeps all.
+    /// 0 keeps all tokens.
     pub min_p: f32,
-    /// The same seed gives the same tokens, whatever else runs.
+    /// Seed of the random numbers. The same seed gives the same tokens, whatever else is in the batch.
     pub seed: u64,
 }
 
-/// One token with what was asked for beside it.
+/// One token with its reported log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Token {
     pub id: u32,
-    /// Log-probability under the raw logits; `None` when not asked for, or for a prompt's first token.
+    /// Log-probability under the raw logits; `None` when not requested, and for a prompt's first token.
     pub logprob: Option<f32>,
-    /// Most likely tokens at its place, most likely first: (id, log-probability).
+    /// Most likely tokens at the token's position, most likely first: (id, log-probability).
     pub top: Vec<(u32, f32)>,
 }
 
-/// What a sequence's channel carries, in order: prompt tokens (only with `prompt_logprobs`), generated
-/// tokens, and then exactly one end.
+/// An event of a sequence's channel. The order is: prompt tokens (only with `prompt_logprobs`), generated
+/// tokens, and then exactly one [`Finished`](TokenEvent::Finished) or [`Failed`](TokenEvent::Failed).
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
     /// A run of the prompt's tokens with their log-probabilities.
     Prompt(Vec<Token>),
     /// A generated token.
     Token(Token),
-    /// The vector of the source, not normalised ([`Task::Embed`]).
+    /// The vector of the encoder input, not normalized ([`Task::Embed`]).
     Embedding(Vec<f32>),
-    /// What fits at one of the places asked for, in their order ([`Task::Fill`]); the token is the likeliest.
+    /// The most likely token at one of the requested positions, in their order ([`Task::Fill`]).
     Filled(Token),
-    /// The end-of-sequence or stop token that ends the sequence: generated, but no part of the text.
+    /// The end-of-sequence or stop token that ends the sequence: generated, but not part of the text.
     Last(Token),
-    /// The sequence is over.
+    /// The sequence ended regularly.
     Finished(FinishReason),
-    /// The sequence could not go on.
+    /// The sequence ended with an error.
     Failed(RequestError),
 }
 
@@ -113,12 +115,12 @@ pub enum FinishReason {
     Stop,
     /// One of the request's own stop tokens.
     StopToken(u32),
-    /// The limit of tokens was reached.
+    /// The maximum number of tokens.
     Length,
 }
 
 impl Request {
-    /// A greedy request for up to `max_tokens` tokens after `prompt`, with nothing else asked for.
+    /// A greedy request for up to `max_tokens` tokens after `prompt`, with every other option off.
     pub fn greedy(id: impl Into<Arc<str>>, prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Request {
         Request {
             id: id.into(),
@@ -138,21 +140,22 @@ impl Request {
         }
     }
 
-    /// Tokens it came with: of the source and of the prompt.
+    /// Returns the number of input tokens: encoder input plus prompt.
     pub fn given_tokens(&self) -> usize {
         self.source.len() + self.prompt.len()
     }
 
-    /// When it must be over.
+    /// Returns the time at which the request times out, if it has a limit.
     pub fn deadline(&self) -> Option<Instant> {
         self.time_limit.map(|limit| self.arrived + limit)
     }
 }
 
 impl Pooling {
+    /// All pooling methods.
     pub const ALL: [Pooling; 3] = [Pooling::Mean, Pooling::Cls, Pooling::Last];
 
-    /// The word for it, in settings and requests.
+    /// Returns the name used in the configuration and in requests.
     pub fn name(self) -> &'static str {
         match self {
             Pooling::Mean => "mean",
@@ -163,12 +166,12 @@ impl Pooling {
 }
 
 impl Sampling {
-    /// The likeliest token, always.
+    /// Greedy sampling: always the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 };
 }
 
 impl FinishReason {
-    /// The word of the OpenAI API.
+    /// Returns the `finish_reason` of the OpenAI API.
     pub fn as_str(self) -> &'static str {
         match self {
             FinishReason::Stop | FinishReason::StopToken(_) => "stop",
@@ -177,45 +180,46 @@ impl FinishReason {
     }
 }
 
-/// Everything a request can be refused or ended with. One HTTP status each.
+/// Errors that refuse or end a request. Each maps to one HTTP status.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// 400: a parameter is wrong.
+    /// 400: a parameter is invalid.
     #[error("{message}")]
     Invalid { param: &'static str, message: String },
-    /// 400: prompt and answer do not fit into the model's context. `prompt` is the parameter of what is continued.
+    /// 400: prompt and generated tokens exceed the model's context. `prompt` is the name of the prompt's
+    /// parameter.
     #[error(
-        "the {prompt} has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the context of {context} tokens"
+        "the {prompt} has {prompt_tokens} tokens and max_tokens is {max_tokens}; together they exceed the context of {context} tokens"
     )]
     TooLong { prompt: &'static str, prompt_tokens: usize, max_tokens: usize, context: usize },
-    /// 400: the prompt alone fills the model's context.
+    /// 400: the prompt alone fills the model's context. `prompt` is the name of the prompt's parameter.
     #[error(
-        "the {prompt} has {prompt_tokens} tokens, and the context of {context} tokens has no room for an answer to it"
+        "the {prompt} has {prompt_tokens} tokens, which leaves no room to generate in the context of {context} tokens"
     )]
     PromptTooLong { prompt: &'static str, prompt_tokens: usize, context: usize },
-    /// 400: the pages the request may come to need are more than there are. `what` needs them, and less of `param` would
-    /// do.
-    #[error("{what} need {needed} KV pages, but the whole pool has {pages}")]
+    /// 400: the request may need more KV pages than the pool has. `what` names the parameters that need them;
+    /// reducing `param` helps.
+    #[error("{what} need {needed} KV pages, but the pool has only {pages}")]
     TooLarge { param: &'static str, what: &'static str, needed: usize, pages: usize },
     /// 404: no such model.
     #[error("the model '{model}' does not exist; this server serves '{served}'")]
     UnknownModel { model: String, served: String },
-    /// 429: the waiting room is full.
+    /// 429: the queue is full.
     #[error(
-        "the server is busy: {waiting} are waiting, the limit is {limit}, and there is no room for {coming} more"
+        "the server is busy: {waiting} requests are queued, the limit is {limit}, and {coming} more do not fit"
     )]
     Busy { coming: usize, waiting: usize, limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },
-    /// 503: the server shut down amid the answer.
-    #[error("the server shut down before the answer was complete")]
+    /// 503: the server shut down before the response was complete.
+    #[error("the server shut down before the response was complete")]
     CutOff,
     /// 503: the server is shutting down.
-    #[error("the server is shutting down and takes no new requests")]
+    #[error("the server is shutting down and accepts no new requests")]
     Draining,
-    /// 500: the engine is gone.
-    #[error("the engine is gone; this is a bug")]
+    /// 500: the engine stopped running.
+    #[error("the engine is not running; this is a bug")]
     EngineGone,
     /// 500: the device failed while the request was in flight.
     #[error("the device failed while the request was in flight: {0}")]

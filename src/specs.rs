@@ -1,16 +1,16 @@
-//! The specifications that ship with the program, and the families that need no config.json to say theirs.
+//! The specifications that ship with the program, and the model types of formats without a config.json.
 //!
-//! Invariant: they are the files of `specs/`, all of them; a test holds the two against each other.
+//! Invariant: these are all files of `specs/`; a test compares the two.
 
-/// What checkpoints of llama2.c would have as `model_type`.
+/// The `model_type` of llama2.c checkpoints.
 pub const LLAMA2C: &str = "llama2c";
 
-/// What models of random numbers would have.
+/// The `model_type` of synthetic models.
 pub const SYNTHETIC: &str = "llama";
 
 macro_rules! shipped {
     ($($name:literal,)*) => {
-        /// Every one: (file name, text).
+        /// All shipped specifications: (file name, text).
         pub const ALL: &[(&str, &str)] =
             &[$((concat!("specs/", $name, ".toml"), include_str!(concat!("../specs/", $name, ".toml"))),)*];
     };

@@ -1,8 +1,8 @@
-//! What can be seen from outside: every metric's name, type, unit and help text in one table, and the log.
-//! Names follow vLLM's where the meaning is the same, under our own prefix; counters end in `_total`,
-//! times are in seconds, shares from 0 to 1.
+//! Metrics and the log. One table has every metric's name, type, unit and help text. Names follow vLLM's
+//! where the meaning is the same, with the prefix `mainstem_`; counters end in `_total`, times are in
+//! seconds, and fractions are from 0 to 1.
 //!
-//! Invariant: a metric that is not in [`METRICS`] cannot be recorded, and one that is, is described.
+//! Invariant: only metrics of [`METRICS`] are recorded, and all of them are described to the recorder.
 
 use crate::config::{LogConfig, LogFormat};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
@@ -10,19 +10,19 @@ use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
 
-/// One row of the table.
+/// A metric: one row of the table.
 #[derive(Debug)]
 pub struct Metric {
     pub name: &'static str,
     pub kind: Kind,
-    /// In words, for the documentation.
+    /// Unit, for the documentation.
     pub unit: &'static str,
     pub help: &'static str,
-    /// Names of the labels, with the values that are known beforehand.
+    /// Label names, each with its values as far as they are known in advance.
     pub labels: &'static [(&'static str, &'static [&'static str])],
 }
 
-/// What a metric is, with the upper edges of a histogram's buckets.
+/// Type of a metric; a histogram has the upper bounds of its buckets.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Counter,
@@ -31,7 +31,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The word of the exposition format.
+    /// The type's name in the Prometheus exposition format.
     pub fn as_str(self) -> &'static str {
         match self {
             Kind::Counter => "counter",
@@ -51,46 +51,46 @@ impl Metric {
         self
     }
 
-    /// The counter itself, for who counts often.
+    /// Returns the handle of a counter without labels, for frequent use.
     pub fn counter(&self) -> metrics::Counter {
         debug_assert!(self.kind == Kind::Counter && self.labels.is_empty(), "{}", self.name);
         metrics::counter!(self.name)
     }
 
-    /// The gauge itself, for who sets it often.
+    /// Returns the handle of a gauge without labels, for frequent use.
     pub fn gauge(&self) -> metrics::Gauge {
         debug_assert!(self.kind == Kind::Gauge && self.labels.is_empty(), "{}", self.name);
         metrics::gauge!(self.name)
     }
 
-    /// The histogram itself, for who records often.
+    /// Returns the handle of a histogram without labels, for frequent use.
     pub fn histogram(&self) -> metrics::Histogram {
         self.histogram_of([])
     }
 
-    /// The histogram under the labels' values, in the table's order.
+    /// Returns the handle of a histogram with these label values, in the table's order.
     pub fn histogram_of<const N: usize>(&self, values: [&str; N]) -> metrics::Histogram {
         debug_assert!(matches!(self.kind, Kind::Histogram(_)) && self.labels.len() == N, "{}", self.name);
         metrics::histogram!(self.name, &self.label_pairs(&values))
     }
 
-    /// Counts `n` more.
+    /// Adds `n` to a counter.
     pub fn add(&self, n: u64) {
         self.counter().increment(n);
     }
 
-    /// Counts one more under the labels' values, in the table's order.
+    /// Adds 1 to the counter with these label values, in the table's order.
     pub fn count<const N: usize>(&self, values: [&str; N]) {
         debug_assert!(self.kind == Kind::Counter && self.labels.len() == N, "{}", self.name);
         metrics::counter!(self.name, &self.label_pairs(&values)).increment(1);
     }
 
-    /// The gauge now stands at `value`.
+    /// Sets a gauge.
     pub fn set(&self, value: f64) {
         self.gauge().set(value);
     }
 
-    /// One more observation.
+    /// Records an observation in a histogram.
     pub fn record(&self, value: f64) {
         self.histogram().record(value);
     }
@@ -107,7 +107,7 @@ impl Metric {
         }
     }
 
-    /// Makes the series that are known beforehand, so that they are 0 rather than absent.
+    /// Creates the series with known label values, so that they are exported as 0 instead of being absent.
     fn touch(&self) {
         let known: Vec<Vec<(&str, String)>> = match self.labels {
             [] => vec![Vec::new()],
@@ -126,7 +126,7 @@ impl Metric {
 
 use Kind::{Counter, Gauge};
 
-// The edges of vLLM's buckets, and lower ones: a small model's tokens come within microseconds.
+// Bucket bounds of vLLM, extended downwards, because small models generate tokens within microseconds.
 const FIRST_TOKEN_S: &[f64] = &[
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
     2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -153,59 +153,67 @@ const STEP_TOKENS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 
 pub static BUILD_INFO: Metric =
-    Metric::new("mainstem_build_info", Gauge, "1", "Always 1; its label tells what runs.")
+    Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
         .labelled(&[("version", &[])]);
 pub static SLOTS: Metric =
-    Metric::new("mainstem_slots", Gauge, "slots", "Sequences that can be in the decode loop at once.");
+    Metric::new("mainstem_slots", Gauge, "slots", "Maximum number of sequences in the decode loop.");
 pub static KV_PAGES: Metric =
-    Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages that can be reserved.");
+    Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages available to sequences.");
 pub static REQUESTS_RUNNING: Metric = Metric::new(
     "mainstem_num_requests_running",
     Gauge,
     "requests",
-    "Sequences in prefill or decode; each text of a call to an encoder is one.",
+    "Sequences in prefill or decode. Each text of a request to an encoder-only model counts as one.",
 );
 pub static REQUESTS_WAITING: Metric = Metric::new(
     "mainstem_num_requests_waiting",
     Gauge,
     "requests",
-    "Requests in the waiting room. Texts of a call to an encoder that follow on its first may be more than it has places.",
+    "Queued requests. The further texts of a request to an encoder-only model may exceed the queue's capacity.",
 );
-pub static WAITING_ROOM: Metric =
-    Metric::new("mainstem_waiting_room", Gauge, "requests", "Requests that can be in the waiting room.");
+pub static QUEUE_CAPACITY: Metric =
+    Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued requests.");
+/// The deprecated name of [`QUEUE_CAPACITY`], exported with the same value.
+pub static WAITING_ROOM: Metric = Metric::new(
+    "mainstem_waiting_room",
+    Gauge,
+    "requests",
+    "Deprecated: use mainstem_queue_capacity, which has the same value.",
+);
 pub static SLOTS_LIVE: Metric =
     Metric::new("mainstem_slots_live", Gauge, "slots", "Slots that hold a sequence.");
 pub static KV_CACHE_USAGE: Metric = Metric::new(
     "mainstem_kv_cache_usage_perc",
     Gauge,
-    "share, 0 to 1",
-    "Share of the KV pages that is reserved.",
+    "fraction, 0 to 1",
+    "Fraction of the KV pages that is reserved.",
 );
 pub static PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_prompt_tokens_total",
     Counter,
     "tokens",
-    "Tokens of prompts, sources and texts, of the sequences that came to their first token or their answer.",
+    "Tokens of prompts, encoder inputs and texts whose sequences have reached their first token or their result.",
 );
 pub static GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_generation_tokens_total",
     Counter,
     "tokens",
-    "Tokens generated, end tokens included.",
+    "Generated tokens, including end tokens.",
 );
 pub static REQUEST_SUCCESS: Metric = Metric::new(
     "mainstem_request_success_total",
     Counter,
     "requests",
-    "Requests that were taken in and are over, by how they ended. Each choice of a completion is one; the texts of one call to an encoder are one together.",
+    "Accepted requests that have ended, by finish reason. Each choice of a completion counts as one; the texts of a \
+     request to an encoder-only model count as one together.",
 )
 .labelled(&[("finished_reason", &["stop", "length", "abort", "error", "timeout"])]);
 pub static ADMISSION_REJECTIONS: Metric = Metric::new(
     "mainstem_admission_rejections_total",
     Counter,
     "requests",
-    "Requests answered with a refusal, by reason. too_long: for the context; too_large: for the KV cache; \
-     invalid: anything else that is wrong with a body. A path or a method that is not served counts as none.",
+    "Rejected requests, by reason. too_long: exceeds the context; too_large: exceeds the KV cache; invalid: any other \
+     error in the body. Unknown paths and methods are not counted.",
 )
 .labelled(&[(
     "reason",
@@ -215,106 +223,109 @@ pub static CLIENTS_GONE: Metric = Metric::new(
     "mainstem_clients_gone_total",
     Counter,
     "requests",
-    "Replies whose client hung up before they were over. Each choice of a completion is one; the texts of one call to an encoder are one together.",
+    "Responses whose client disconnected before their end. Each choice of a completion counts as one; the texts of a \
+     request to an encoder-only model count as one together.",
 );
 pub static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
     "mainstem_time_to_first_token_seconds",
     Kind::Histogram(FIRST_TOKEN_S),
     "seconds",
-    "From taking a request in to its first generated token.",
+    "Time from accepting a request to its first generated token.",
 );
 pub static INTER_TOKEN_LATENCY: Metric = Metric::new(
     "mainstem_inter_token_latency_seconds",
     Kind::Histogram(BETWEEN_TOKENS_S),
     "seconds",
-    "Between two generated tokens of a request.",
+    "Time between successive generated tokens of a request.",
 );
 pub static E2E_LATENCY: Metric = Metric::new(
     "mainstem_e2e_request_latency_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "From taking a request in to its end.",
+    "Time from accepting a request to its end.",
 );
 pub static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "From taking a request in to the step with its first prompt chunk, its source or its text.",
+    "Time from accepting a request to the step with its first prompt chunk, encoder input or text.",
 );
 pub static PREFILL_TIME: Metric = Metric::new(
     "mainstem_request_prefill_time_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "From the step with a request's first prompt chunk, source or text to its first generated token, or to the answer to the text.",
+    "Time from the step with a request's first prompt chunk, encoder input or text to its first generated token, or \
+     to the result for the text.",
 );
 pub static DECODE_TIME: Metric = Metric::new(
     "mainstem_request_decode_time_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "From a request's first generated token to its last; of texts there is none.",
+    "Time from a request's first generated token to its last. Not recorded for encoder-only models.",
 );
 pub static INFERENCE_TIME: Metric = Metric::new(
     "mainstem_request_inference_time_seconds",
     Kind::Histogram(REQUEST_S),
     "seconds",
-    "From the step with a request's first prompt chunk, source or text to its last generated token, or to the answer to the text.",
+    "Time from the step with a request's first prompt chunk, encoder input or text to its last generated token, or \
+     to the result for the text.",
 );
 pub static TIME_PER_OUTPUT_TOKEN: Metric = Metric::new(
     "mainstem_request_time_per_output_token_seconds",
     Kind::Histogram(BETWEEN_TOKENS_S),
     "seconds",
-    "Decode time of a request, divided by its generated tokens after the first.",
+    "Decode time of a request divided by its generated tokens after the first.",
 );
 pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_request_prompt_tokens",
     Kind::Histogram(REQUEST_TOKENS),
     "tokens",
-    "Length of a request's prompt, or of all texts of one call to an encoder.",
+    "Prompt length of a request, or total length of the texts of a request to an encoder-only model.",
 );
 pub static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_request_generation_tokens",
     Kind::Histogram(REQUEST_TOKENS),
     "tokens",
-    "Tokens generated for a request; 0 for a call to an encoder.",
+    "Generated tokens of a request; 0 for encoder-only models.",
 );
 pub static ITERATION_TOKENS: Metric = Metric::new(
     "mainstem_iteration_tokens",
     Kind::Histogram(STEP_TOKENS),
     "tokens",
-    "Tokens of one step: decoded ones and those of prompt chunks, sources and texts.",
+    "Tokens per step: decoded tokens and those of prompt chunks, encoder inputs and texts.",
 );
 pub static STEP_ROWS: Metric = Metric::new(
     "mainstem_step_rows",
     Kind::Histogram(STEP_TOKENS),
     "rows",
-    "Rows of one step, holes between slots included.",
+    "Rows per step, including holes between slots.",
 );
 pub static STEP_SECONDS: Metric = Metric::new(
     "mainstem_step_seconds",
     Kind::Histogram(STEP_S),
     "seconds",
-    "From sending a step off to its results.",
+    "Time from sending a step to the device to its results.",
 );
 pub static STEP_PHASES: Metric = Metric::new(
     "mainstem_step_phase_seconds",
     Kind::Histogram(PHASE_S),
     "seconds",
-    "Time of one step by phase. On the control thread, plan: from the results before, or the work that ended \
-     a pause, to sending the step off; deliver: sending the events of the step before, then taking in this \
-     one's results. On the device, forward: from the batch to logits; sample: from logits to tokens.",
+    "Time of a step by phase. On the control thread: plan is from the previous results, or the end of an idle period, \
+     to sending the step; deliver is sending the previous step's events and processing this step's results. On the \
+     device: forward is from the batch to logits; sample is from logits to tokens.",
 )
 .labelled(&[("phase", &["plan", "forward", "sample", "deliver"])]);
 pub static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
     Kind::Histogram(STEP_TOKENS),
     "slots",
-    "Slots with a sequence that takes part in one step.",
+    "Slots whose sequence takes part in a step.",
 );
 pub static SLOT_SHUFFLES: Metric = Metric::new(
     "mainstem_slot_shuffles_total",
     Counter,
-    "turns",
-    "Turns of the decode loop in which holes were closed by moves.",
+    "iterations",
+    "Iterations of the decode loop that moved sequences to close holes.",
 );
 pub static SLOT_MOVES: Metric = Metric::new(
     "mainstem_slot_moves_total",
@@ -326,21 +337,22 @@ pub static DEVICE_RESTARTS: Metric = Metric::new(
     "mainstem_device_restarts_total",
     Counter,
     "restarts",
-    "Times the device was rebuilt after a fault.",
+    "Rebuilds of the device after a fault.",
 );
 pub static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
     Counter,
     "requests",
-    "HTTP requests answered; a path that is not served counts as \"other\".",
+    "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
 
-/// Every metric, in the order of the documentation.
+/// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
     &BUILD_INFO,
     &REQUESTS_RUNNING,
     &REQUESTS_WAITING,
+    &QUEUE_CAPACITY,
     &WAITING_ROOM,
     &SLOTS,
     &SLOTS_LIVE,
@@ -372,11 +384,10 @@ pub static METRICS: &[&Metric] = &[
     &HTTP_REQUESTS,
 ];
 
-/// Installs the process's recorder, once; later calls give the same handle. Whoever holds it calls
-/// `run_upkeep` now and then, or unread observations pile up.
+/// Installs the process's recorder at the first call; later calls return the same handle. The caller must
+/// call `run_upkeep` regularly, since unread observations accumulate otherwise.
 ///
-/// The name of the model that is served, if the first call has one, becomes a label of every series, beside
-/// the engine's number.
+/// If the first call names the served model, every series has the labels `model_name` and `engine`.
 pub fn install(model: Option<&str>) -> PrometheusHandle {
     static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
     HANDLE.get_or_init(|| install_recorder(model)).clone()
@@ -390,7 +401,7 @@ fn install_recorder(model: Option<&str>) -> PrometheusHandle {
     handle
 }
 
-/// A recorder that knows every histogram's buckets, with the labels of [`install`].
+/// Creates a recorder with the buckets of all histograms and the labels of [`install`].
 pub(crate) fn recorder(model: Option<&str>) -> PrometheusRecorder {
     let mut builder = PrometheusBuilder::new();
     if let Some(model) = model {
@@ -405,7 +416,7 @@ pub(crate) fn recorder(model: Option<&str>) -> PrometheusRecorder {
     builder.build_recorder()
 }
 
-/// Tells the recorder of every metric, and what is known of it from the start.
+/// Describes all metrics to the recorder and creates their known series.
 fn introduce() {
     for metric in METRICS {
         metric.describe();
@@ -414,7 +425,7 @@ fn introduce() {
     metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
 }
 
-/// Starts the log, on standard error as `writer` reaches it. Later calls change nothing.
+/// Starts the log, which writes to stderr through `writer`. Later calls have no effect.
 pub fn start_log<W: Write + 'static>(config: &LogConfig, writer: fn() -> W) {
     let filter = EnvFilter::new(&config.level);
     let lines = tracing_subscriber::fmt()
@@ -427,7 +438,7 @@ pub fn start_log<W: Write + 'static>(config: &LogConfig, writer: fn() -> W) {
     };
 }
 
-/// The table as the page `docs/metrics.md`.
+/// Renders the table as the page `docs/metrics.md`.
 pub fn documentation() -> String {
     let mut page = String::from(PAGE_HEAD);
     for Metric { name, kind, unit, help, labels } in METRICS {
@@ -446,9 +457,9 @@ pub fn documentation() -> String {
 
 const PAGE_HEAD: &str = "# Metrics
 
-`GET /metrics` answers in the Prometheus text format. Counters only grow; histograms have the buckets listed
-below. Where the served model's name is known at start, every series has the labels `model_name` and
-`engine` too. This page is made from the table in `src/telemetry.rs`, and a test holds the two together.
+`GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the name of
+the served model is known at start, every series also has the labels `model_name` and `engine`. This page is
+generated from the table in `src/telemetry.rs`; a test compares the two.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -485,7 +496,7 @@ mod tests {
         assert_eq!(names.len(), METRICS.len());
     }
 
-    /// Each row stands in the exposition with its help and type, histograms as histograms, from the start.
+    /// The exposition has each metric with its help and type from the start, histograms as histograms.
     #[test]
     fn the_exposition_has_every_metric() {
         let handle = install(None);

@@ -1,4 +1,4 @@
-//! A chat template: compiled, and a conversation put by it.
+//! A chat template: compiled, and rendered with a conversation.
 
 #![no_main]
 

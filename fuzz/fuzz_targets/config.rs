@@ -1,5 +1,5 @@
-//! `config.json`, with the specification that it asks for and with one other that ships, for a file that has any
-//! tensor of the first layers and for one that has none.
+//! `config.json`, resolved with the matching specification and with one other shipped one, for weights that
+//! have every tensor of the first layers and for weights that have none.
 
 #![no_main]
 
@@ -18,21 +18,21 @@ static SHIPPED: LazyLock<Vec<SpecFile>> = LazyLock::new(|| {
 
 fn parse(bytes: &[u8]) {
     let Ok(config) = HubConfig::from_folder(&folder(&[("config.json", bytes)])) else { return };
-    for spec in [own(&config), any(bytes)] {
+    for spec in [matching(&config), chosen_by(bytes)] {
         let _ = spec.resolve(&config, &is_among_the_first);
         let _ = spec.resolve(&config, &|_| false);
     }
 }
 
-/// The specification that names the file's kind; the first, if none does.
-fn own(config: &HubConfig) -> &'static SpecFile {
+/// Returns the specification that contains the file's model type, or the first one if none does.
+fn matching(config: &HubConfig) -> &'static SpecFile {
     let kind = format!("{:?}", config.str("model_type").unwrap_or_default());
     let place = specs::ALL.iter().position(|(_, text)| text.contains(&kind));
     &SHIPPED[place.unwrap_or_default()]
 }
 
-/// One of the others: which, the bytes decide.
-fn any(bytes: &[u8]) -> &'static SpecFile {
+/// Returns a specification chosen by a hash of the bytes.
+fn chosen_by(bytes: &[u8]) -> &'static SpecFile {
     let sum = bytes.iter().fold(0_usize, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(*byte)));
     &SHIPPED[sum % SHIPPED.len()]
 }

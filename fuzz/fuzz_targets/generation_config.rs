@@ -1,4 +1,4 @@
-//! The small settings files of a folder, each with the same bytes.
+//! The small configuration files of a folder, all with the same content.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A GGUF file, whole: its head, what it says of the model, its vocabulary and its template.
+//! A whole GGUF file: its header, model configuration, vocabulary and chat template.
 
 #![no_main]
 
@@ -8,7 +8,7 @@ use mainstem::model::gguf::GgufTable;
 use mainstem::model::spec::SpecFile;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::text::{GgufVocabulary, Tokenizer};
-use mainstem_fuzz::{file, read_all, speak};
+use mainstem_fuzz::{file, read_all, round_trip};
 
 mainstem_fuzz::target!(parse);
 
@@ -20,10 +20,10 @@ fn parse(bytes: &[u8]) {
     if let Ok(Some(vocabulary)) = GgufVocabulary::of_file(&gguf)
         && let Ok(tokenizer) = Tokenizer::from_gguf(&path, &vocabulary)
     {
-        speak(tokenizer);
+        round_trip(tokenizer);
     }
     let table = GgufTable::shipped();
-    // An architecture that is not in the table is read with a specification of one's own.
+    // An architecture that is not in the table is read with the specification for llama.
     let spec = table.specification(&gguf).or_else(|_| SpecFile::for_model_type("llama"));
     if spec.is_ok_and(|spec| table.config(&gguf, &mut checkpoint, &spec).is_ok())
         && let Ok(source) = ModelSource::open(&ModelRef::Path(path), None)

@@ -1,4 +1,4 @@
-//! What `torch.save` wrote before it wrote archives: pickles one after the other, then the numbers.
+//! The older container of `torch.save`: consecutive pickles, then the tensor data.
 
 #![no_main]
 

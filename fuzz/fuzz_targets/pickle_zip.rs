@@ -1,4 +1,4 @@
-//! What `torch.save` writes, as a folder's `pytorch_model.bin`.
+//! The zip container of `torch.save`, as a folder's `pytorch_model.bin`.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! `model.safetensors`, or, where the bytes begin like JSON, the index of several.
+//! `model.safetensors`, or its index if the bytes begin like a JSON object.
 
 #![no_main]
 

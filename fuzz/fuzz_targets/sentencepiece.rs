@@ -1,9 +1,9 @@
-//! `tokenizer.model`, of one of the classes that lie in such files.
+//! `tokenizer.model`, with one of the tokenizer classes that use this file.
 
 #![no_main]
 
 use mainstem::text::Tokenizer;
-use mainstem_fuzz::{folder, speak_in_bytes};
+use mainstem_fuzz::{check_byte_tokenizer, folder};
 
 mainstem_fuzz::target!(parse);
 
@@ -14,6 +14,6 @@ fn parse(bytes: &[u8]) {
     let settings = format!(r#"{{"tokenizer_class": "{class}"}}"#);
     let files = [("tokenizer.model", bytes), ("tokenizer_config.json", settings.as_bytes())];
     if let Ok(tokenizer) = Tokenizer::from_folder(&folder(&files)) {
-        speak_in_bytes(tokenizer);
+        check_byte_tokenizer(tokenizer);
     }
 }

@@ -1,4 +1,4 @@
-//! A specification, filled in from a plain `config.json`.
+//! A specification, resolved with an ordinary `config.json`.
 
 #![no_main]
 
@@ -12,7 +12,7 @@ mainstem_fuzz::target!(parse);
 const CONFIG: &[u8] = include_bytes!("../../tests/fixtures/gqa/config.json");
 
 static LLAMA: LazyLock<HubConfig> = LazyLock::new(|| {
-    HubConfig::from_folder(&folder(&[("config.json", CONFIG)])).expect("the fixture is read")
+    HubConfig::from_folder(&folder(&[("config.json", CONFIG)])).expect("the fixture must be valid")
 });
 
 fn parse(bytes: &[u8]) {

@@ -3,7 +3,7 @@
 #![no_main]
 
 use mainstem::text::Tokenizer;
-use mainstem_fuzz::{folder, speak_in_bytes};
+use mainstem_fuzz::{check_byte_tokenizer, folder};
 
 mainstem_fuzz::target!(parse);
 
@@ -12,6 +12,6 @@ fn parse(bytes: &[u8]) {
     let (vocabulary, merges) = (&bytes[..end], bytes.get(end + 1..).unwrap_or_default());
     let files = [("vocab.json", vocabulary), ("merges.txt", merges)];
     if let Ok(tokenizer) = Tokenizer::from_folder(&folder(&files)) {
-        speak_in_bytes(tokenizer);
+        check_byte_tokenizer(tokenizer);
     }
 }

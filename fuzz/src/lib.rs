@@ -1,7 +1,8 @@
-//! What the targets share: folders without files, one file for the formats that are mapped, and what becomes of
-//! a thing that was opened.
+//! Helpers shared by the fuzz targets: in-memory folders, a file for formats that are memory-mapped, and
+//! checks of opened checkpoints and tokenizers.
 //!
-//! Invariant: a panic that the program itself catches, those of the tokenizers library, ends no run; any other does.
+//! Invariant: a panic that the program itself catches, as it does for the tokenizers library, does not end a
+//! run; any other panic does.
 
 use mainstem::formats::{Checkpoint, Dtype, Folder};
 use mainstem::text::{Detokenizer, Tokenizer};
@@ -9,10 +10,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-/// What the last panic said, to be told if nobody catches it.
+/// Message and backtrace of the last panic, printed if the program does not catch it.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// A target of this name's function over bytes.
+/// Defines a fuzz target that passes the input bytes to the given function.
 #[macro_export]
 macro_rules! target {
     ($parse:path) => {
@@ -22,7 +23,8 @@ macro_rules! target {
     };
 }
 
-/// Puts away the hook of libFuzzer, which ends the run before anything can be caught.
+/// Replaces libFuzzer's panic hook, which would end the run before a panic can be caught, with one that
+/// records the panic.
 pub fn keep_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let mut last = LAST_PANIC.lock().unwrap_or_else(|broken| broken.into_inner());
@@ -30,7 +32,7 @@ pub fn keep_panics() {
     }));
 }
 
-/// Does the work; a panic that comes out of it is a find.
+/// Runs `work`. Reports a panic that `work` does not catch as a finding, by aborting the process.
 pub fn run(work: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(work)).is_err() {
         eprintln!("{}", LAST_PANIC.lock().unwrap_or_else(|broken| broken.into_inner()));
@@ -38,24 +40,24 @@ pub fn run(work: impl FnOnce()) {
     }
 }
 
-/// A folder of these files.
+/// Returns an in-memory folder with these files, given as (name, content).
 pub fn folder(files: &[(&str, &[u8])]) -> Folder {
     Folder::memory("fuzz", files.iter().map(|(name, content)| ((*name).to_owned(), content.to_vec())))
 }
 
-/// Writes the bytes over this process's one file and returns its path. It lies in memory where the system has
-/// a place for that.
+/// Writes the bytes to this process's file called `name`, replacing its content, and returns the path. Uses
+/// an in-memory file system if there is one.
 pub fn file(name: &str, bytes: &[u8]) -> PathBuf {
     let memory = PathBuf::from("/dev/shm");
     let parent = if memory.is_dir() { memory } else { std::env::temp_dir() };
-    let place = parent.join(format!("mainstem-fuzz-{}", std::process::id()));
-    std::fs::create_dir_all(&place).expect("a folder for files can be made");
-    let path = place.join(name);
-    std::fs::write(&path, bytes).expect("a file can be written");
+    let folder = parent.join(format!("mainstem-fuzz-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("creating a temporary folder must succeed");
+    let path = folder.join(name);
+    std::fs::write(&path, bytes).expect("writing a temporary file must succeed");
     path
 }
 
-/// Reads all that can be computed with; every tensor has as many bytes as it says.
+/// Reads every tensor of a supported type and checks that it has the size it declares.
 pub fn read_all(checkpoint: &Checkpoint) {
     checkpoint.total_bytes();
     for tensor in checkpoint.tensors() {
@@ -65,16 +67,17 @@ pub fn read_all(checkpoint: &Checkpoint) {
     }
 }
 
-/// What a vocabulary makes of a text, there and back.
-pub struct Spoken {
-    /// Decoded at once.
+/// A text after encoding and decoding.
+pub struct RoundTrip {
+    /// Decoded from all ids at once.
     pub whole: String,
-    /// Decoded as the ids come.
+    /// Decoded incrementally, id by id.
     pub in_pieces: String,
 }
 
-/// Takes a vocabulary at its word: every id it gives is below its size. `None` if it cannot say the text.
-pub fn speak(tokenizer: Tokenizer) -> Option<Spoken> {
+/// Encodes and decodes a text, and checks that every id is below the vocabulary size. Returns `None` if the
+/// tokenizer cannot encode or decode the text.
+pub fn round_trip(tokenizer: Tokenizer) -> Option<RoundTrip> {
     let text = "Hello  there, 日本 \u{1f600}\t<s>123 the\u{301}\u{feff} <tool>[MASK] 's\r\n";
     let _ = tokenizer.token_id("<s>");
     let ids = tokenizer.encode(text, true).and(tokenizer.encode(text, false)).ok()?;
@@ -85,17 +88,18 @@ pub fn speak(tokenizer: Tokenizer) -> Option<Spoken> {
     let mut detokenizer = Detokenizer::new(Arc::new(tokenizer), false);
     let mut in_pieces: String = ids.iter().map(|id| detokenizer.push(*id)).collect();
     in_pieces.push_str(&detokenizer.finish());
-    Some(Spoken { whole: whole.ok()?, in_pieces })
+    Some(RoundTrip { whole: whole.ok()?, in_pieces })
 }
 
-/// The same of a vocabulary whose tokens are bytes side by side: text that comes in pieces is the text.
-pub fn speak_in_bytes(tokenizer: Tokenizer) {
-    if let Some(Spoken { whole, in_pieces }) = speak(tokenizer) {
+/// Round-trips a text through a tokenizer whose tokens are byte sequences, and checks that incremental
+/// decoding gives the same text as decoding at once.
+pub fn check_byte_tokenizer(tokenizer: Tokenizer) {
+    if let Some(RoundTrip { whole, in_pieces }) = round_trip(tokenizer) {
         assert_eq!(whole, in_pieces);
     }
 }
 
-/// Tensors of a file that has them all, of its first layers and experts.
+/// Whether a tensor belongs to the first layers and experts; simulates a file that has all tensors of these.
 pub fn is_among_the_first(name: &str) -> bool {
     const FIRST: usize = 8;
     name.split('.').filter_map(|part| part.parse().ok()).all(|number: usize| number < FIRST)

@@ -1,13 +1,13 @@
-//! The load tester: sends planned requests to an OpenAI-compatible server and measures what comes back.
+//! The load tester: sends planned requests to an OpenAI-compatible server and measures the responses.
 //!
-//! Invariant: in an open loop, when a request is sent depends on the plan alone, never on how the server does.
+//! Invariant: in an open loop, send times depend only on the plan, never on the server's speed.
 
-/// What is asked for and when: fixed before the first request is sent.
+/// The load plan: the requests and their due times, fixed before the first request is sent.
 pub mod plan;
 
 pub mod sample;
 
-/// One request on the wire.
+/// The HTTP client: one request on the wire.
 pub mod client;
 
 pub mod run;
@@ -16,12 +16,12 @@ pub mod scrape;
 
 pub mod measure;
 
-/// The figures of a run, and every form they leave in.
+/// The report of a run and its output formats.
 pub mod report;
 
 pub mod sweep;
 
-/// The papers' protocols: a server for each variant, one report of all.
+/// Experiments of papers: a server for each variant, and one report.
 pub mod scenario;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! The command line: arguments to settings, figures to the terminal and to files.
+//! The `load_tests` command.
 //!
-//! Invariant: the exit code is 0 when no request failed, 1 when one did, 2 when there was no run, and 130 when it
-//! was interrupted.
+//! Invariant: the exit code is 0 when no request failed, 1 when a request failed, 2 when no run took place,
+//! and 130 when the run was interrupted.
 
 mod cli;
 

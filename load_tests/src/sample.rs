@@ -1,59 +1,60 @@
-//! What became of one request: the raw material of every figure.
+//! The measurements of one request, from which all metrics are computed.
 //!
-//! Invariant: all times run from the start of the run, and `deliveries` ascend.
+//! Invariant: all times are since the start of the run, and `deliveries` ascend.
 
 use std::{fmt, time::Duration};
 
-/// What became of one request.
+/// The measurements of one request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// The request's place in the run.
+    /// Index of the request in the run.
     pub index: usize,
-    /// Which of the run's models was asked.
+    /// Index of the model among those of the run.
     pub model: usize,
-    /// Tokens of the prompt: by the server's count where it tells one, else as planned.
+    /// Number of prompt tokens: as reported by the server, else as planned.
     pub prompt_len: u32,
-    /// Tokens asked for.
+    /// Number of output tokens requested.
     pub output_len_asked: u32,
-    /// Tokens that came: counted by their ids where the server sends them, else by its closing usage, else
-    /// one per event with text.
+    /// Number of output tokens received: by token ids if the server sends them, else from its usage, else one
+    /// per event with text.
     pub output_len: u32,
-    /// When the request was due. Latency counts from here.
+    /// Due time; latencies are measured from it.
     pub scheduled: Duration,
-    /// When it was sent first.
+    /// Time of the first send.
     pub sent: Duration,
-    /// When it was over, however it ended.
+    /// Time at which the request ended, successfully or not.
     pub ended: Duration,
-    /// Times it was sent again.
+    /// Number of retries.
     pub retries: u32,
-    /// When tokens came: one entry per event.
+    /// Tokens received, one entry per event.
     pub deliveries: Vec<Delivery>,
     pub outcome: Outcome,
 }
 
-/// Tokens that came at once, in eight bytes: a run may have many millions.
+/// The time and number of tokens of one event, packed into eight bytes because a run may have many millions.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Delivery(u64);
 
-/// Bits of a [`Delivery`] that hold its number of tokens; the rest are nanoseconds: 78 hours.
+/// Number of low bits of a [`Delivery`] that hold the token count; the other bits hold nanoseconds, up to 78
+/// hours.
 const TOKEN_BITS: u32 = 16;
 
 impl Delivery {
-    /// The longest time from the start of a run that can be told.
+    /// The largest time that can be stored.
     pub const TIME_MAX: Duration = Duration::from_nanos((1 << (64 - TOKEN_BITS)) - 1);
 
-    /// `tokens` (at most 65,535) that came at `at`. What is beyond the bounds is taken for the bound.
+    /// Packs the time and the token count (at most 65,535); larger values are clamped.
     pub fn new(at: Duration, tokens: u32) -> Self {
         let nanos = at.min(Self::TIME_MAX).as_nanos() as u64;
         Self(nanos << TOKEN_BITS | u64::from(tokens).min((1 << TOKEN_BITS) - 1))
     }
 
-    /// When they came.
+    /// Returns the time at which the tokens were received.
     pub fn at(self) -> Duration {
         Duration::from_nanos(self.0 >> TOKEN_BITS)
     }
 
-    /// How many.
+    /// Returns the number of tokens.
     pub fn tokens(self) -> u32 {
         (self.0 & ((1 << TOKEN_BITS) - 1)) as u32
     }
@@ -69,40 +70,40 @@ impl fmt::Debug for Delivery {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Completed,
-    /// This client left early, as planned.
+    /// The client hung up early, as planned.
     HungUp,
     Failed(Failure),
 }
 
-/// A failure, and in a few words what was seen.
+/// A failure with a short message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     pub kind: FailureKind,
     pub message: String,
 }
 
-/// The kinds of failure that are counted apart.
+/// The kinds of failure, counted separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FailureKind {
-    /// No connection.
+    /// The connection could not be established.
     Connect,
-    /// No TLS session.
+    /// The TLS handshake failed.
     Tls,
-    /// The answer does not begin as HTTP.
+    /// The response is not valid HTTP.
     BadHttp,
-    /// Any status but 200.
+    /// The response status is not 200.
     Status(u16),
-    /// The connection ended before the answer did.
+    /// The connection closed before the response was complete.
     EarlyClose,
-    /// The body is not a stream of completion events.
+    /// The body is not a valid stream of completion events.
     BadSse,
-    /// The server reported an error within the stream.
+    /// The server sent an error event within the stream.
     ErrorEvent,
-    /// The stream ended well, without a single token.
+    /// The stream ended regularly, but without any token.
     NoTokens,
-    /// The request took longer than a request may.
+    /// The request exceeded its timeout.
     Timeout,
-    /// The run's time was over.
+    /// The run reached its time limit.
     TimeLimit,
     /// The run was interrupted.
     Interrupted,
@@ -127,7 +128,7 @@ impl fmt::Display for FailureKind {
 }
 
 impl FailureKind {
-    /// A failure of this kind that says at most 200 characters of `message`.
+    /// Creates a failure of this kind with `message`, truncated to 200 characters.
     pub fn saying(self, message: impl fmt::Display) -> Failure {
         Failure { kind: self, message: message.to_string().chars().take(200).collect() }
     }

@@ -1,6 +1,6 @@
-//! Reports and samples for tests that look at neither the wire nor a clock.
+//! Reports and samples for tests that use neither a network connection nor a clock.
 //!
-//! Invariant: what is made here has passed through no code under test.
+//! Invariant: the values are built without code under test.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -10,7 +10,7 @@ use crate::{
     sample::{Delivery, Outcome, Sample},
 };
 
-/// A report of a run of `requests` requests, all completed, with nothing measured.
+/// Returns a report of `requests` requests, all completed, without measurements.
 pub fn report(requests: usize) -> RunReport {
     RunReport {
         label: String::new(),
@@ -58,13 +58,13 @@ pub fn report(requests: usize) -> RunReport {
     }
 }
 
-/// A distribution in which every value is this one.
+/// Returns a distribution in which every value is `ms`.
 pub fn always(ms: f64) -> Option<Distribution> {
     let stats = Stats { mean: ms, median: ms, std: 0.0, p90: ms, p95: ms, p99: ms, max: ms };
     Some(Distribution { stats, histogram: vec![] })
 }
 
-/// A completed request of two tokens; all times in seconds from the start of the run.
+/// Returns a completed request with two tokens; times are in seconds since the start of the run.
 pub fn sample(index: usize, scheduled: f64, first: f64, last: f64) -> Sample {
     let [scheduled, first, last] = [scheduled, first, last].map(Duration::from_secs_f64);
     Sample {

@@ -1,6 +1,6 @@
-//! How a model wants to be asked, beyond sampling: what its files say, under what the configuration says.
+//! Prompting defaults of a model beyond sampling, from its files, with the configuration overriding them.
 //!
-//! Invariant: each kind of model has what its own endpoints need, and every id is in its vocabulary.
+//! Invariant: each kind of model has what its endpoints need, and every token id is in the vocabulary.
 
 use crate::config::ModelConfig;
 use crate::formats::{FoundPooling, Unserved};
@@ -9,53 +9,54 @@ use crate::model::{ModelSource, ModelSpec};
 use crate::request::Pooling;
 use anyhow::{Context, Result, ensure};
 
-/// By the kind of model.
+/// Prompting defaults, by kind of model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Conventions {
-    /// A prompt is continued.
+    /// A decoder-only model: continues a prompt.
     Decoder,
-    /// A text becomes a vector, or its masks are filled.
+    /// An encoder-only model: computes embeddings, or fills masks.
     Encoder(EncoderConventions),
-    /// A source is answered.
+    /// An encoder-decoder model: generates from an encoder input.
     EncoderDecoder(DecoderConventions),
 }
 
-/// Of a lone encoder.
+/// Defaults of an encoder-only model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncoderConventions {
-    /// Numbers of a vector.
+    /// Length of the embedding vectors.
     pub dimensions: usize,
-    /// For requests that do not say; those are refused if what the files say is not served.
+    /// Default pooling method. Requests that rely on it are refused if the model's files specify one that is
+    /// not supported.
     pub pooling: FoundPooling,
-    /// The same, of bringing vectors to length 1.
+    /// Whether embeddings are L2-normalized by default.
     pub normalize: bool,
-    /// What the files say of texts and is not done.
+    /// Text preprocessing that the model's files specify and that is not supported.
     pub unserved: Vec<Unserved>,
-    /// Names that the token of a place to fill may have; the first that the tokenizer knows is it.
+    /// Candidate names of the mask token; the first that the tokenizer knows is used.
     pub masks: Vec<String>,
-    /// The name of the token that fills up batches elsewhere.
+    /// The name of the padding token, if the model's files specify it.
     pub pad: Option<String>,
 }
 
-/// Of a decoder behind an encoder.
+/// Defaults of an encoder-decoder model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecoderConventions {
-    /// The decoder's first token.
+    /// The decoder start token.
     pub start: u32,
-    /// The one after it, for requests that do not say.
+    /// The forced BOS token, which follows the start token unless a request says otherwise.
     pub forced_bos: Option<u32>,
-    /// Names of tokens that stand around a text and are no language's.
+    /// Names of special tokens, which are not language codes.
     pub roles: Vec<String>,
 }
 
-/// What masks are called where the tokenizer's settings do not say.
+/// Names of the mask token if the tokenizer's configuration specifies none.
 const USUAL_MASKS: [&str; 2] = ["[MASK]", "<mask>"];
 
 const MASK: &str = "mask_token";
 const PAD: &str = "pad_token";
 
 impl Conventions {
-    /// Those of an opened model. An error names the file and the key that would help.
+    /// Determines the defaults of an opened model. Errors name the file and the key that would help.
     pub fn of(source: &ModelSource, config: &ModelConfig) -> Result<Conventions> {
         Ok(match source.spec.kind {
             Kind::Decoder => Conventions::Decoder,
@@ -64,11 +65,12 @@ impl Conventions {
         })
     }
 
-    /// What the files say of vectors and is not served, and what happens instead, if there is something.
+    /// Returns a warning about embedding settings in the model's files that are not supported, and what
+    /// happens instead; `None` if all are supported.
     pub fn caution(source: &ModelSource, config: &ModelConfig) -> Option<String> {
         let instead = match config.pooling {
-            Some(pooling) => format!("model.pooling goes before it: texts are pooled by {}", pooling.name()),
-            None => "embeddings are refused unless a request, or model.pooling (--pooling), says how to pool"
+            Some(pooling) => format!("model.pooling overrides it: texts are pooled by {}", pooling.name()),
+            None => "embeddings are refused unless a request or model.pooling (--pooling) specifies the pooling method"
                 .to_owned(),
         };
         let pooling = match &source.sentence.as_ref()?.pooling {
@@ -76,11 +78,11 @@ impl Conventions {
             FoundPooling::Served(_) => None,
         };
         let texts = unserved_of_texts(source).into_iter().map(|unserved| unserved.to_string());
-        let cautions: Vec<String> = pooling.into_iter().chain(texts).collect();
-        (!cautions.is_empty()).then(|| cautions.join("; "))
+        let warnings: Vec<String> = pooling.into_iter().chain(texts).collect();
+        (!warnings.is_empty()).then(|| warnings.join("; "))
     }
 
-    /// The kind of model, in words.
+    /// Returns the kind of model, in words.
     pub fn name(&self) -> &'static str {
         match self {
             Conventions::Decoder => "a decoder",
@@ -90,6 +92,7 @@ impl Conventions {
     }
 }
 
+/// Defaults of an encoder-only model.
 fn encoder(source: &ModelSource, config: &ModelConfig) -> EncoderConventions {
     let files = source.sentence.as_ref();
     let pooling = match (config.pooling, files.map(|files| &files.pooling)) {
@@ -97,28 +100,30 @@ fn encoder(source: &ModelSource, config: &ModelConfig) -> EncoderConventions {
         (None, Some(pooling)) => pooling.clone(),
         (None, None) => FoundPooling::Served(Pooling::Mean),
     };
-    let named = |part: &str| source.chat.special_tokens.get(part).cloned();
+    let special_token = |key: &str| source.chat.special_tokens.get(key).cloned();
     EncoderConventions {
         dimensions: source.spec.hidden,
         pooling,
         normalize: config.normalize.or(files.map(|files| files.normalize)).unwrap_or(true),
         unserved: unserved_of_texts(source),
-        masks: named(MASK).into_iter().chain(USUAL_MASKS.map(str::to_owned)).collect(),
-        pad: named(PAD),
+        masks: special_token(MASK).into_iter().chain(USUAL_MASKS.map(str::to_owned)).collect(),
+        pad: special_token(PAD),
     }
 }
 
+/// Text preprocessing that the model's files specify and that is not supported.
 fn unserved_of_texts(source: &ModelSource) -> Vec<Unserved> {
     let texts = source.sentence.as_ref().and_then(|files| files.texts.as_ref());
     texts.map(|texts| texts.unserved(source.spec.context)).unwrap_or_default()
 }
 
+/// Defaults of an encoder-decoder model.
 fn decoder(source: &ModelSource) -> Result<DecoderConventions> {
     let path = source.path.display();
     let start = source.opening.start.with_context(|| {
         format!(
-            "{path}: nothing says what the decoder begins with: generation_config.json or config.json needs \
-             the key 'decoder_start_token_id'"
+            "{path}: the decoder start token is unknown: generation_config.json or config.json needs the key \
+             'decoder_start_token_id'"
         )
     })?;
     for (key, id) in
@@ -128,11 +133,11 @@ fn decoder(source: &ModelSource) -> Result<DecoderConventions> {
         let is_known = id.is_none_or(|id| (id as usize) < vocab);
         ensure!(is_known, "{path}: {key} {} is not in the vocabulary of {vocab}", id.unwrap_or_default());
     }
-    let roles = source.chat.special_tokens.values().cloned().collect();
-    Ok(DecoderConventions { start, forced_bos: source.opening.forced_bos, roles })
+    let special_tokens = source.chat.special_tokens.values().cloned().collect();
+    Ok(DecoderConventions { start, forced_bos: source.opening.forced_bos, roles: special_tokens })
 }
 
-/// What a model can be asked for, by endpoint.
+/// Returns the API endpoints that serve a model.
 pub fn endpoints(spec: &ModelSpec) -> Vec<&'static str> {
     match spec.kind {
         Kind::Decoder => vec!["/v1/chat/completions", "/v1/completions"],
@@ -151,7 +156,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::path::Path;
 
-    /// A family's fixture with these files beside it, and these settings.
+    /// Opens a family's fixture with additional `files`, and with `settings` of the configuration.
     fn opened(
         family: &str,
         files: &[(&str, Value)],
@@ -187,7 +192,7 @@ mod tests {
         }
     }
 
-    /// The files of sentence-transformers with this pooling mode.
+    /// The sentence-transformers files that specify a pooling mode, and `more` modules.
     fn sentence(mode: &str, more: &[&str]) -> [(&'static str, Value); 2] {
         let module = |class: &str| {
             let path = if class == "Pooling" { "1_Pooling" } else { "" };
@@ -221,21 +226,21 @@ mod tests {
     fn what_is_not_served_is_kept_and_said_at_the_start() {
         let [max, dense] = [sentence("max_tokens", &[]), sentence("cls_token", &["Dense", "Normalize"])];
         let mode = "1_Pooling/config.json: the pooling mode is max_tokens";
-        for (files, named) in [(&max, mode), (&dense, "modules.json: a module of the type Dense")] {
+        for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type Dense")] {
             let found = encoder_of(files, &[]).unwrap();
             let FoundPooling::Unserved(unserved) = found.pooling else { panic!("{named} is served") };
             assert!(unserved.to_string().contains(named), "{unserved}");
-            let caution = caution_of(files, &[]).expect("it is said");
-            assert!(caution.contains(named) && caution.contains("--pooling"), "{caution}");
-            let caution = caution_of(files, &[("model.pooling", "mean")]).expect("it is said");
-            assert!(caution.contains(named) && caution.contains("by mean"), "{caution}");
+            let warning = caution_of(files, &[]).expect("there is a warning");
+            assert!(warning.contains(named) && warning.contains("--pooling"), "{warning}");
+            let warning = caution_of(files, &[("model.pooling", "mean")]).expect("there is a warning");
+            assert!(warning.contains(named) && warning.contains("by mean"), "{warning}");
         }
         let overridden = encoder_of(&dense, &[("model.pooling", "mean")]).unwrap();
         assert_eq!((overridden.pooling, overridden.normalize), (FoundPooling::Served(Pooling::Mean), true));
         assert_eq!(caution_of(&sentence("cls_token", &[]), &[]), None);
     }
 
-    /// The fixture reads 40 tokens.
+    /// The fixture's context is 40 tokens.
     #[test]
     fn texts_that_would_be_cut_or_changed_elsewhere_are_told_and_served() {
         let [list, pooling] = sentence("cls_token", &[]);
@@ -243,9 +248,9 @@ mod tests {
         let files = [list, pooling, texts];
         let found = encoder_of(&files, &[]).unwrap();
         assert_eq!((found.unserved.len(), found.pooling), (2, FoundPooling::Served(Pooling::Cls)));
-        let caution = caution_of(&files, &[]).expect("it is said");
+        let warning = caution_of(&files, &[]).expect("there is a warning");
         for part in ["do_lower_case is true", "max_seq_length is 39", "up to 40 tokens"] {
-            assert!(caution.contains(part), "{caution}");
+            assert!(warning.contains(part), "{warning}");
         }
     }
 
@@ -265,11 +270,11 @@ mod tests {
         };
         assert_eq!(decoder(&[]).unwrap(), start(2, None));
         assert_eq!(decoder(&settings(json!({"forced_bos_token_id": 6}))).unwrap(), start(2, Some(6)));
-        for (wish, named) in [
+        for (settings_json, named) in [
             (json!({"decoder_start_token_id": 97}), "decoder_start_token_id 97"),
             (json!({"forced_bos_token_id": 1000}), "forced_bos_token_id 1000"),
         ] {
-            let error = format!("{:#}", decoder(&settings(wish)).unwrap_err());
+            let error = format!("{:#}", decoder(&settings(settings_json)).unwrap_err());
             assert!(error.contains(named) && error.contains("vocabulary of 97"), "{error}");
         }
         let fixture =

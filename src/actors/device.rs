@@ -1,8 +1,9 @@
-//! A device: one OS thread that runs the steps it is sent, in order, and nothing else.
+//! A device: one OS thread that runs the steps it is sent, in order.
 //!
-//! Owns the executor (weights, cache, step buffers). Knows no sequence and no client.
-//! Invariant: whatever happens inside a step, the group hears of it; between a step's coming and its going nothing is
-//! allocated. A device that was given up while it ran something wakes to a closed mailbox, drops what it has, and ends.
+//! Owns the executor (weights, KV cache, step buffers), and knows nothing of sequences and clients.
+//! Invariant: every failure inside a step is reported to the group; between receiving a step and completing
+//! it, nothing is allocated. A device thread that was abandoned while it ran something finds its mailbox
+//! closed when it resumes, drops its executor, and exits.
 
 use super::group::hub::{Hub, Place};
 use super::group::mailbox::{Duty, Mailbox, Order, Parcel, Seat};
@@ -14,7 +15,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-/// A batch and the room for its results. They travel together, there and back, and are used again.
+/// A batch and the buffers for its output. Both are reused from step to step.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: StepBatch,
@@ -22,52 +23,52 @@ pub struct Step {
 }
 
 impl Step {
-    /// Room for any step within `limits`.
+    /// Allocates buffers for any step within `limits`.
     pub fn with_capacity(limits: &StepLimits) -> Step {
         Step { batch: StepBatch::with_capacity(limits), output: StepOutput::with_capacity(limits) }
     }
 }
 
-/// A step that ran, or failed; then its output means nothing. The batch is room for another: what is in it may be an
-/// earlier step's.
+/// The result of a step. If it failed, the output is undefined. The batch may be an earlier step's; it is
+/// returned for reuse.
 pub struct Ran {
     pub step: Box<Step>,
     pub result: Result<(), DeviceError>,
 }
 
-/// Makes an executor, each time from the beginning, that is the member of its stage which the collective says. Called on
-/// the device's thread.
+/// Builds an executor from scratch, for the tensor-parallel rank that the collective specifies. Called on the
+/// device's thread, once per (re)build.
 pub type Factory = Box<dyn FnMut(Box<dyn Collective>) -> Result<Box<dyn Executor>> + Send>;
 
-/// A factory that outlives the threads it is called on.
+/// A factory shared by the successive threads of a device.
 pub(super) type SharedFactory = Arc<Mutex<Factory>>;
 
-/// What the thread works with.
+/// The state of a device's thread.
 pub(super) struct Device {
     place: Place,
     hub: Arc<Hub>,
     mailbox: Arc<Mailbox>,
     factory: SharedFactory,
     held: Option<Held>,
-    /// Of those that do not answer, nobody reads it.
+    /// Output buffer of the steps. Ranks that do not return results write it too, and nobody reads it.
     output: StepOutput,
 }
 
-/// What it has from one build to the next.
+/// The executor and its assignment, from one build to the next.
 struct Held {
     seat: Seat,
     executor: Box<dyn Executor>,
-    /// The number the next step must have; none right after a build.
+    /// Number that the next step must have; `None` right after a build.
     next_step: Option<u64>,
 }
 
-/// How a step went wrong.
+/// Why a step failed.
 enum Failure {
     Fault(DeviceError),
     Panic(Box<dyn Any + Send>),
 }
 
-/// Tells the group that the thread will end, whatever ends it.
+/// Drop guard that reports, however the thread ends, that it is exiting.
 struct Ending(Arc<Hub>, Place);
 
 impl Drop for Ending {
@@ -76,7 +77,7 @@ impl Drop for Ending {
     }
 }
 
-/// Tells the group that the device is gone, and its thread as good as.
+/// Drop guard that reports that the thread has dropped its executor and is about to exit.
 struct Leaving(Arc<Hub>, Place);
 
 impl Drop for Leaving {
@@ -86,51 +87,55 @@ impl Drop for Leaving {
 }
 
 impl Device {
-    /// Starts the thread of a device that has yet to be built.
+    /// Starts the thread of a device; the executor is built on a later command.
     pub(super) fn spawn(
-        place: Place,
-        hub: Arc<Hub>,
+        id: Place,
+        group: Arc<Hub>,
         mailbox: Arc<Mailbox>,
         factory: SharedFactory,
     ) -> std::io::Result<JoinHandle<()>> {
-        // A thread's name has 15 bytes.
-        let name = format!("dev {}", hub.name(place));
-        let output = StepOutput::with_capacity(hub.limits());
+        // Thread names are limited to 15 bytes.
+        let name = format!("dev {}", group.name(id));
+        let output = StepOutput::with_capacity(group.limits());
         Builder::new().name(name).spawn(move || {
-            // In this order: the others of a stage see that a device goes, and must not be heard before it; and as long
-            // as it has something to drop, it may hang.
-            let _leaving = Leaving(hub.clone(), place);
-            let mut device = Device { place, hub: hub.clone(), mailbox, factory, held: None, output };
-            let _ending = Ending(hub, place);
+            // Drop order: the exit must be reported before the executor is dropped, because the other ranks
+            // of the stage notice that and must not report it first; and until the executor is dropped, the
+            // thread may still hang.
+            let _leaving = Leaving(group.clone(), id);
+            let mut device = Device { place: id, hub: group.clone(), mailbox, factory, held: None, output };
+            let _ending = Ending(group, id);
             device.serve();
         })
     }
 
+    /// Runs commands until the mailbox is closed.
     fn serve(&mut self) {
-        while let Some(order) = self.mailbox.take() {
-            match order {
+        while let Some(command) = self.mailbox.take() {
+            match command {
                 Order::Clear => {
                     self.clear();
                     self.hub.cleared(self.place);
                 }
-                Order::Build(seat, collective) => {
-                    let build = seat.build;
-                    let built = self.build(seat, collective);
-                    self.hub.built(self.place, build, built);
+                Order::Build(assignment, collective) => {
+                    let build = assignment.build;
+                    let result = self.build(assignment, collective);
+                    self.hub.built(self.place, build, result);
                 }
-                Order::Run(parcel) => self.run(parcel),
+                Order::Run(message) => self.run(message),
             }
         }
         self.clear();
     }
 
+    /// Drops the executor.
     fn clear(&mut self) {
         let old = self.held.take();
         let _ = catch_unwind(AssertUnwindSafe(|| drop(old)));
     }
 
-    fn build(&mut self, seat: Seat, collective: Box<dyn Collective>) -> Result<ExecutorReport> {
-        // The old one goes first: two do not fit into memory.
+    /// Builds the executor.
+    fn build(&mut self, assignment: Seat, collective: Box<dyn Collective>) -> Result<ExecutorReport> {
+        // The old executor is dropped first: two do not fit into memory.
         self.clear();
         let built = catch_unwind(AssertUnwindSafe(|| {
             let mut factory = self.factory.lock().unwrap_or_else(PoisonError::into_inner);
@@ -143,17 +148,18 @@ impl Device {
             })
             .with_context(|| format!("building the device {}", self.hub.name(self.place)))?;
         let report = executor.report();
-        self.held = Some(Held { seat, executor, next_step: None });
+        self.held = Some(Held { seat: assignment, executor, next_step: None });
         Ok(report)
     }
 
-    fn run(&mut self, parcel: Parcel) {
-        let Some(held) = self.held.as_mut().filter(|held| held.wants(&parcel)) else { return };
-        let (build, number) = (parcel.build, parcel.batch.step);
-        let ran = held.run(&parcel, &mut self.output);
-        let answers = matches!(held.seat.duty, Duty::Answer);
-        // When an answer goes out, nobody reads the batch any more: it can be filled anew.
-        drop(parcel);
+    /// Runs a step, if it belongs to the current build, and reports the result.
+    fn run(&mut self, message: Parcel) {
+        let Some(built) = self.held.as_mut().filter(|built| built.wants(&message)) else { return };
+        let (build, number) = (message.build, message.batch.step);
+        let ran = built.run(&message, &mut self.output);
+        let answers = matches!(built.seat.duty, Duty::Answer);
+        // The batch must be released before the step completes, so that it can be reused.
+        drop(message);
         match ran {
             Err(failure) => self.fail(build, number, failure),
             Ok(()) if answers => self.hub.answer(build, number, &mut self.output),
@@ -161,8 +167,8 @@ impl Device {
         }
     }
 
-    /// Tells the group before anything is dropped: the other members see that this one is gone, and must not be the first
-    /// to be heard.
+    /// Reports a failure before anything is dropped: the other ranks notice that this one is gone, and must
+    /// not report it first.
     fn fail(&mut self, build: u64, number: u64, failure: Failure) {
         let fault = match &failure {
             Failure::Fault(fault) => fault.clone(),
@@ -174,23 +180,26 @@ impl Device {
 }
 
 impl Held {
-    /// Steps from before a fault are nobody's any more.
-    fn wants(&self, parcel: &Parcel) -> bool {
-        parcel.build == self.seat.build && !self.seat.abort.is_aborted()
+    /// Whether a step belongs to the current build and was not aborted.
+    fn wants(&self, message: &Parcel) -> bool {
+        message.build == self.seat.build && !self.seat.abort.is_aborted()
     }
 
-    fn run(&mut self, parcel: &Parcel, output: &mut StepOutput) -> Result<(), Failure> {
-        let (number, expected) = (parcel.batch.step, self.next_step.replace(parcel.batch.step + 1));
-        let Held { seat, executor, .. } = self;
+    fn run(&mut self, message: &Parcel, output: &mut StepOutput) -> Result<(), Failure> {
+        let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
+        let Held { seat: assignment, executor, .. } = self;
         let ran = catch_unwind(AssertUnwindSafe(|| {
-            assert!(expected.is_none_or(|next| next == number), "steps come in order, else this is a bug");
-            let to = match &mut seat.duty {
+            assert!(
+                expected.is_none_or(|next| next == number),
+                "steps are numbered consecutively; anything else is a bug"
+            );
+            let to = match &mut assignment.duty {
                 Duty::HandOn(link) => Some(link.room()),
                 Duty::Answer | Duty::Nothing => None,
             };
-            executor.run(&parcel.batch, Flow { from: parcel.carried.as_deref(), to }, output)?;
-            match &mut seat.duty {
-                Duty::HandOn(link) if !seat.abort.is_aborted() => link.hand_on(&parcel.batch),
+            executor.run(&message.batch, Flow { from: message.carried.as_deref(), to }, output)?;
+            match &mut assignment.duty {
+                Duty::HandOn(link) if !assignment.abort.is_aborted() => link.hand_on(&message.batch),
                 Duty::HandOn(_) | Duty::Answer | Duty::Nothing => {}
             }
             Ok(())
@@ -202,7 +211,7 @@ impl Held {
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn said(panic: &(dyn Any + Send)) -> String {
     panic
         .downcast_ref::<String>()
@@ -216,7 +225,7 @@ mod tests {
     use super::*;
     use mainstem_kernels::Abort;
 
-    /// Does nothing, well.
+    /// An executor that does nothing.
     struct Idle;
 
     impl Executor for Idle {
@@ -231,12 +240,12 @@ mod tests {
 
     #[test]
     fn a_gap_in_the_numbers_is_a_fault() {
-        let seat = Seat { build: 1, abort: Abort::new(), duty: Duty::Nothing };
-        let mut held = Held { seat, executor: Box::new(Idle), next_step: None };
+        let assignment = Seat { build: 1, abort: Abort::new(), duty: Duty::Nothing };
+        let mut built = Held { seat: assignment, executor: Box::new(Idle), next_step: None };
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = held.run(&Parcel { build: 1, batch, carried: None }, &mut output);
+            let ran = built.run(&Parcel { build: 1, batch, carried: None }, &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }
@@ -244,11 +253,11 @@ mod tests {
     #[test]
     fn what_is_left_of_an_epoch_that_is_over_is_not_run() {
         let abort = Abort::new();
-        let seat = Seat { build: 2, abort: abort.clone(), duty: Duty::Nothing };
-        let held = Held { seat, executor: Box::new(Idle), next_step: None };
-        let parcel = |build| Parcel { build, batch: Arc::default(), carried: None };
-        assert_eq!([1, 2, 3].map(|build| held.wants(&parcel(build))), [false, true, false]);
+        let assignment = Seat { build: 2, abort: abort.clone(), duty: Duty::Nothing };
+        let built = Held { seat: assignment, executor: Box::new(Idle), next_step: None };
+        let message = |build| Parcel { build, batch: Arc::default(), carried: None };
+        assert_eq!([1, 2, 3].map(|build| built.wants(&message(build))), [false, true, false]);
         abort.abort();
-        assert!(!held.wants(&parcel(2)));
+        assert!(!built.wants(&message(2)));
     }
 }

@@ -1,9 +1,10 @@
-//! Intake: the door. Checks requests once, and lets them in when slots are free. Those that are handed in
-//! together are taken in together or not at all; from there on each goes its own way. What continues a request
-//! that was taken in finds the door open: the waiting room is bounded for those that are new.
+//! Intake: validates requests, queues them, and admits them to prefill when slots are free.
 //!
-//! Owns the permits (one for each slot) and the waiting room. Never sees a token being made.
-//! Invariant: permits out + permits free = slots; who waits, waits because the permits were not enough.
+//! A group of requests is accepted or refused as a whole; after that, its requests proceed independently. The
+//! queue is bounded for new requests only: a continuation of an accepted request is always queued.
+//! Intake owns the permits (one per slot) and the queue, and handles no tokens.
+//! Invariant: permits held plus free permits equal the number of slots; a request is queued only while no
+//! permit is free.
 
 use super::limits::{IntakeLimits, invalid};
 use super::sequence::{Key, Sequence};
@@ -16,15 +17,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The right to a slot; comes home when dropped.
+/// The right to one slot. Dropping it returns it to intake.
 pub struct Permit {
     home: Recipient<Released>,
 }
 
 impl Permit {
-    /// A permit out of `home`'s hands. Whoever makes it counts it.
-    pub(super) fn new(home: Recipient<Released>) -> Permit {
-        Permit { home }
+    /// Creates a permit that is returned to `intake`. The caller counts it as taken.
+    pub(super) fn new(intake: Recipient<Released>) -> Permit {
+        Permit { home: intake }
     }
 }
 
@@ -34,29 +35,29 @@ impl Drop for Permit {
     }
 }
 
-/// A permit came home.
+/// Returns a permit to intake.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct Released;
 
-/// A request that intake let in, on its way to prefill.
+/// Hands an admitted sequence to prefill.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct Admit(pub Box<Sequence>);
 
-/// Asks for the number of free permits: what tests and checks look at.
+/// Queries the number of free permits; for tests and diagnostics.
 #[derive(Message)]
 #[rtype(result = "usize")]
 pub struct FreePermits;
 
-/// A checked request without a permit.
+/// A validated request that waits for a permit.
 struct Waiting {
     request: Request,
     events: EventSender,
     arrived: Instant,
 }
 
-/// The actor.
+/// The intake actor.
 pub struct Intake {
     limits: IntakeLimits,
     free: usize,
@@ -77,8 +78,12 @@ impl Actor for Intake {
 impl Handler<Submit> for Intake {
     type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit { requests, standing }: Submit, ctx: &mut Self::Context) -> Self::Result {
-        let is_new = standing == Standing::New;
+    fn handle(
+        &mut self,
+        Submit { requests, standing: kind }: Submit,
+        ctx: &mut Self::Context,
+    ) -> Self::Result {
+        let is_new = kind == Standing::New;
         if is_new && self.status.is_draining() {
             return Err(RequestError::Draining);
         }
@@ -99,7 +104,7 @@ impl Handler<Released> for Intake {
 
     fn handle(&mut self, _: Released, ctx: &mut Self::Context) {
         self.free += 1;
-        assert!(self.free <= self.limits.slots, "no permit comes home twice");
+        assert!(self.free <= self.limits.slots, "a permit is returned only once");
         self.admit(ctx);
     }
 }
@@ -113,19 +118,19 @@ impl Handler<FreePermits> for Intake {
 }
 
 impl Intake {
-    /// An intake with all permits at home.
+    /// An intake with all permits free.
     pub fn new(limits: IntakeLimits, prefill: Recipient<Admit>, status: Arc<Status>) -> Intake {
         Intake { free: limits.slots, limits, waiting: VecDeque::new(), next_key: 0, prefill, status }
     }
 
-    /// Whether free slots and the waiting room hold them all.
+    /// Checks that free slots and the queue have capacity for all of the requests.
     fn check_room(&mut self, requests: &[Request]) -> Result<(), RequestError> {
         let IntakeLimits { slots, max_waiting: limit, .. } = self.limits;
         let coming = requests.iter().filter(|request| !asks_for_nothing(request)).count();
-        let room = slots + limit;
-        if coming > room {
+        let capacity = slots + limit;
+        if coming > capacity {
             let message = format!(
-                "{coming} sequences at once are more than the {room} that slots and waiting room hold together"
+                "{coming} sequences at once exceed the {capacity} that slots and queue hold together"
             );
             return Err(invalid(what_makes_many(requests), message));
         }
@@ -137,7 +142,8 @@ impl Intake {
         Ok(())
     }
 
-    /// Gives a request its place in the waiting room, which it passes through even when nobody waits.
+    /// Queues a request, even if a permit is free; [`Intake::admit`] takes it from there. A request without
+    /// work is finished at once.
     fn take_in(&mut self, request: Request) -> TokenStream {
         let (events, stream) = channel();
         if asks_for_nothing(&request) {
@@ -149,7 +155,7 @@ impl Intake {
         stream
     }
 
-    /// Lets in who can be let in, in the order of arrival.
+    /// Admits queued requests in the order of arrival while permits are free, and updates the counts.
     fn admit(&mut self, ctx: &mut Context<Intake>) {
         use actix::AsyncContext;
         self.forget_gone();
@@ -168,26 +174,27 @@ impl Intake {
         telemetry::REQUESTS_RUNNING.set((self.limits.slots - self.free) as f64);
     }
 
+    /// Removes queued requests whose clients have disconnected or timed out.
     fn forget_gone(&mut self) {
         self.waiting.retain(|waiting| !waiting.events.is_closed());
     }
 }
 
-/// Whether a request is over before it begins.
+/// Whether a request asks for no tokens and no log-probabilities, so that it is finished at once.
 fn asks_for_nothing(request: &Request) -> bool {
     request.task == Task::Generate && request.max_tokens == 0 && !request.prompt_logprobs
 }
 
-/// The parameter that made one request a group: the choices of a prompt share it, the prompts of a list do
-/// not, not even those that are alike.
+/// The parameter to blame for the size of a group: `n` if all requests share one prompt (the same allocation,
+/// not merely equal tokens), else `prompt` or `input`.
 fn what_makes_many(group: &[Request]) -> &'static str {
     let shared = |a: &Arc<[u32]>, b: &Arc<[u32]>| Arc::ptr_eq(a, b) || (a.is_empty() && b.is_empty());
-    let alike = |pair: &[Request]| {
+    let same_prompt = |pair: &[Request]| {
         shared(&pair[0].prompt, &pair[1].prompt) && shared(&pair[0].source, &pair[1].source)
     };
     match group.first().map(|request| &request.task) {
         Some(Task::Embed(_) | Task::Fill { .. }) => "input",
-        _ if group.windows(2).all(alike) => "n",
+        _ if group.windows(2).all(same_prompt) => "n",
         _ => "prompt",
     }
 }
@@ -202,7 +209,7 @@ mod tests {
     use std::sync::atomic::Ordering;
     use tokio::sync::mpsc::UnboundedReceiver;
 
-    /// An intake with the test in the place of prefill.
+    /// An intake whose prefill is the test.
     struct Door {
         intake: Addr<Intake>,
         admitted: UnboundedReceiver<Admit>,
@@ -239,9 +246,9 @@ mod tests {
         async fn hand_in(
             &self,
             requests: Vec<Request>,
-            standing: Standing,
+            kind: Standing,
         ) -> Result<Vec<TokenStream>, RequestError> {
-            within(self.intake.send(Submit { requests, standing })).await.expect("intake answers")
+            within(self.intake.send(Submit { requests, standing: kind })).await.expect("intake replies")
         }
 
         async fn submit(&self, request: Request) -> Result<TokenStream, RequestError> {
@@ -250,12 +257,12 @@ mod tests {
             Ok(stream)
         }
 
-        /// Submits a request that goes by the name of `id`.
+        /// Submits a request with the id `id`.
         async fn enter(&self, id: &str) -> TokenStream {
-            self.submit(named(id)).await.expect("it is taken in")
+            self.submit(named(id)).await.expect("the request is accepted")
         }
 
-        /// The next sequence let in, by its request's name.
+        /// The next admitted sequence, whose request must have the id `id`.
         async fn admitted(&mut self, id: &str) -> Box<Sequence> {
             let Admit(sequence) = next(&mut self.admitted).await;
             assert_eq!(&*sequence.request.id, id);
@@ -263,7 +270,7 @@ mod tests {
         }
 
         async fn free(&self) -> usize {
-            within(self.intake.send(FreePermits)).await.expect("intake answers")
+            within(self.intake.send(FreePermits)).await.expect("intake replies")
         }
 
         fn nobody_is_admitted(&mut self) -> bool {
@@ -277,83 +284,85 @@ mod tests {
 
     #[actix::test]
     async fn permits_come_home_by_drop_and_let_in_the_next_in_order() {
-        let mut door = Door::new(1, 2);
-        let mut streams = vec![door.enter("a").await, door.enter("b").await, door.enter("c").await];
-        let mut running = door.admitted("a").await;
-        assert!((door.free().await, door.status.pending()) == (0, 3) && door.nobody_is_admitted());
+        let mut rig = Door::new(1, 2);
+        let mut streams = vec![rig.enter("a").await, rig.enter("b").await, rig.enter("c").await];
+        let mut running = rig.admitted("a").await;
+        assert!((rig.free().await, rig.status.pending()) == (0, 3) && rig.nobody_is_admitted());
         for id in ["b", "c"] {
             let key = running.key;
             drop(running);
-            running = door.admitted(id).await;
+            running = rig.admitted(id).await;
             assert!(running.key > key, "keys ascend in the order of arrival");
-            assert_eq!(door.free().await, 0);
+            assert_eq!(rig.free().await, 0);
         }
-        streams.push(door.enter("d").await);
+        streams.push(rig.enter("d").await);
         drop(running);
-        drop(door.admitted("d").await);
-        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+        drop(rig.admitted("d").await);
+        assert_eq!((rig.free().await, rig.status.pending()), (1, 0));
     }
 
     #[actix::test]
     async fn without_a_waiting_room_every_slot_is_served_and_no_more() {
-        let mut door = Door::new(2, 0);
-        let _streams = [door.enter("a").await, door.enter("b").await];
-        let refused = door.submit(request(4, 4)).await.map(drop);
+        let mut rig = Door::new(2, 0);
+        let _streams = [rig.enter("a").await, rig.enter("b").await];
+        let refused = rig.submit(request(4, 4)).await.map(drop);
         assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 0, limit: 0 }));
-        drop(door.admitted("a").await);
-        assert_eq!(door.free().await, 1);
-        let _stream = door.enter("c").await;
-        let _running = [door.admitted("b").await, door.admitted("c").await];
-        assert!(door.submit(request(4, 4)).await.is_err());
+        drop(rig.admitted("a").await);
+        assert_eq!(rig.free().await, 1);
+        let _stream = rig.enter("c").await;
+        let _running = [rig.admitted("b").await, rig.admitted("c").await];
+        assert!(rig.submit(request(4, 4)).await.is_err());
     }
 
     #[actix::test]
     async fn who_left_the_waiting_room_is_never_let_in() {
-        let mut door = Door::new(1, 3);
-        let _a = door.enter("a").await;
-        let running = door.admitted("a").await;
-        let leaving = door.enter("b").await;
-        let _c = door.enter("c").await;
+        let mut rig = Door::new(1, 3);
+        let _a = rig.enter("a").await;
+        let running = rig.admitted("a").await;
+        let leaving = rig.enter("b").await;
+        let _c = rig.enter("c").await;
         drop(leaving);
         drop(running);
-        drop(door.admitted("c").await);
-        assert_eq!((door.free().await, door.status.pending()), (1, 0));
-        assert!(door.nobody_is_admitted());
+        drop(rig.admitted("c").await);
+        assert_eq!((rig.free().await, rig.status.pending()), (1, 0));
+        assert!(rig.nobody_is_admitted());
     }
 
     #[actix::test]
     async fn draining_refuses_who_comes_and_serves_who_waits() {
-        let mut door = Door::new(1, 2);
-        let _streams = [door.enter("a").await, door.enter("b").await];
-        door.status.draining.store(true, Ordering::Relaxed);
-        assert_eq!(door.submit(request(4, 4)).await.map(drop), Err(RequestError::Draining));
-        drop(door.admitted("a").await);
-        drop(door.admitted("b").await);
-        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+        let mut rig = Door::new(1, 2);
+        let _streams = [rig.enter("a").await, rig.enter("b").await];
+        rig.status.draining.store(true, Ordering::Relaxed);
+        assert_eq!(rig.submit(request(4, 4)).await.map(drop), Err(RequestError::Draining));
+        drop(rig.admitted("a").await);
+        drop(rig.admitted("b").await);
+        assert_eq!((rig.free().await, rig.status.pending()), (1, 0));
     }
 
-    /// Others may have taken the place of what is through, and the process may be on its way out.
+    /// The slots of finished parts may be taken by other requests, and the server may be draining.
     #[actix::test]
     async fn what_continues_is_taken_in_though_nobody_new_is() {
-        let mut door = Door::new(1, 1);
-        let _streams = [door.enter("a").await, door.enter("b").await];
-        assert!(matches!(door.submit(named("c")).await, Err(RequestError::Busy { .. })));
-        let _second = door.hand_in(vec![named("c")], Standing::Continued).await.expect("it was promised");
-        door.status.draining.store(true, Ordering::Relaxed);
-        let _third = door.hand_in(vec![named("d")], Standing::Continued).await.expect("it was promised");
-        let wrong = door.hand_in(vec![request(60, 5)], Standing::Continued).await.map(drop);
+        let mut rig = Door::new(1, 1);
+        let _streams = [rig.enter("a").await, rig.enter("b").await];
+        assert!(matches!(rig.submit(named("c")).await, Err(RequestError::Busy { .. })));
+        let _second =
+            rig.hand_in(vec![named("c")], Standing::Continued).await.expect("a continuation is accepted");
+        rig.status.draining.store(true, Ordering::Relaxed);
+        let _third =
+            rig.hand_in(vec![named("d")], Standing::Continued).await.expect("a continuation is accepted");
+        let wrong = rig.hand_in(vec![request(60, 5)], Standing::Continued).await.map(drop);
         assert!(matches!(wrong, Err(RequestError::TooLong { .. })), "{wrong:?}");
         for id in ["a", "b", "c", "d"] {
-            drop(door.admitted(id).await);
+            drop(rig.admitted(id).await);
         }
-        assert_eq!((door.free().await, door.status.pending()), (1, 0));
+        assert_eq!((rig.free().await, rig.status.pending()), (1, 0));
     }
 
     #[actix::test]
     async fn what_is_beyond_the_limits_is_refused_by_name() {
-        let door = Door::new(1, 0);
+        let rig = Door::new(1, 0);
         let with_logprobs = |n| Request { logprobs: Some(n), ..request(4, 4) };
-        let refused = door.submit(with_logprobs(6)).await.map(drop);
+        let refused = rig.submit(with_logprobs(6)).await.map(drop);
         assert!(matches!(refused, Err(RequestError::Invalid { param: "logprobs", .. })), "{refused:?}");
         let too_large = RequestError::TooLarge {
             param: "max_tokens",
@@ -361,19 +370,19 @@ mod tests {
             needed: 2,
             pages: 1,
         };
-        assert_eq!(door.submit(request(30, 3)).await.map(drop), Err(too_large));
-        assert!(matches!(door.submit(request(60, 5)).await, Err(RequestError::TooLong { context: 64, .. })));
-        assert_eq!(door.free().await, 1, "a refusal costs no permit");
-        assert!(door.submit(with_logprobs(5)).await.is_ok());
+        assert_eq!(rig.submit(request(30, 3)).await.map(drop), Err(too_large));
+        assert!(matches!(rig.submit(request(60, 5)).await, Err(RequestError::TooLong { context: 64, .. })));
+        assert_eq!(rig.free().await, 1, "a refusal takes no permit");
+        assert!(rig.submit(with_logprobs(5)).await.is_ok());
     }
 
     #[actix::test]
     async fn ends_and_biases_beyond_the_limits_are_refused_by_name() {
-        let mut door = Door::new(1, 0);
+        let mut rig = Door::new(1, 0);
         let plain = || Request { ignore_eos: false, ..request(4, 4) };
         let biases = |biases: &[(u32, f32)]| Request { logit_bias: biases.into(), ..plain() };
         let stops = |ids: &[u32]| Request { stop_ids: ids.into(), ..plain() };
-        // Of the four that a sequence may have, the model's end-of-sequence token is one.
+        // The model's end-of-sequence token counts as one of the four biases of a sequence.
         let accepted = [
             biases(&[(9, -100.0), (0, f32::NEG_INFINITY), (3, 1e9)]),
             stops(&[9, 9, 0]),
@@ -384,17 +393,17 @@ mod tests {
             (biases(&[(10, 0.0)]), "logit_bias", "10"),
             (biases(&[(2, f32::NAN)]), "logit_bias", "2"),
             (biases(&[(7, 1.0), (3, 1.0), (7, -1.0)]), "logit_bias", "7 twice"),
-            (biases(&[(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]), "logit_bias", "3 tokens at most"),
+            (biases(&[(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]), "logit_bias", "at most 3 tokens"),
             (stops(&[5, 10]), "stop_token_ids", "10"),
-            (stops(&[1, 2, 3, 4]), "stop_token_ids", "4 at most"),
+            (stops(&[1, 2, 3, 4]), "stop_token_ids", "at most 4"),
             (Request { min_tokens: 5, ..plain() }, "min_tokens", "is 5"),
         ];
         for request in accepted {
-            let _stream = door.submit(request).await.expect("it is within the limits");
-            drop(next(&mut door.admitted).await);
+            let _stream = rig.submit(request).await.expect("it is within the limits");
+            drop(next(&mut rig.admitted).await);
         }
         for (request, name, word) in refused {
-            match door.submit(request).await.map(drop) {
+            match rig.submit(request).await.map(drop) {
                 Err(RequestError::Invalid { param, message }) if param == name => {
                     assert!(message.contains(word), "{message}");
                 }
@@ -405,10 +414,10 @@ mod tests {
 
     #[actix::test]
     async fn a_group_is_taken_in_whole_and_in_order_or_not_at_all() {
-        let mut door = Door::new(2, 2);
+        let mut rig = Door::new(2, 2);
         let group = |ids: &[&str]| ids.iter().map(|id| named(id)).collect::<Vec<_>>();
         for (too_many, name) in [(vec![named("a"); 5], "n"), (group(&["a"; 5]), "prompt")] {
-            let refused = door.submit_all(too_many).await.map(drop);
+            let refused = rig.submit_all(too_many).await.map(drop);
             assert!(
                 matches!(&refused, Err(RequestError::Invalid { param, message })
                     if *param == name && message.contains("5 sequences") && message.contains("the 4")),
@@ -417,24 +426,24 @@ mod tests {
         }
         let mut mixed = group(&["a", "b", "c"]);
         mixed[2].prompt = [].into();
-        assert!(matches!(door.submit_all(mixed).await, Err(RequestError::Invalid { param: "prompt", .. })));
-        assert_eq!((door.free().await, door.nobody_is_admitted()), (2, true));
+        assert!(matches!(rig.submit_all(mixed).await, Err(RequestError::Invalid { param: "prompt", .. })));
+        assert_eq!((rig.free().await, rig.nobody_is_admitted()), (2, true));
 
-        let mut streams = door.submit_all(group(&["a", "b", "c"])).await.expect("there is room");
-        assert_eq!((streams.len(), door.status.pending()), (3, 3));
-        let running = [door.admitted("a").await, door.admitted("b").await];
+        let mut streams = rig.submit_all(group(&["a", "b", "c"])).await.expect("there is room");
+        assert_eq!((streams.len(), rig.status.pending()), (3, 3));
+        let running = [rig.admitted("a").await, rig.admitted("b").await];
         let busy = RequestError::Busy { coming: 2, waiting: 1, limit: 2 };
-        assert_eq!(door.submit_all(group(&["d", "e"])).await.map(drop), Err(busy));
-        assert_eq!(door.status.pending(), 3, "nothing of a refused group stays");
-        // Who asks for nothing needs no room.
+        assert_eq!(rig.submit_all(group(&["d", "e"])).await.map(drop), Err(busy));
+        assert_eq!(rig.status.pending(), 3, "no request of a refused group is queued");
+        // A request without work takes no place in the queue.
         let mut with_nothing = group(&["d", "e"]);
         with_nothing[1].max_tokens = 0;
-        streams.extend(door.submit_all(with_nothing).await.expect("there is room for one"));
-        let nothing = streams.last_mut().expect("its stream came last");
+        streams.extend(rig.submit_all(with_nothing).await.expect("there is capacity for one"));
+        let nothing = streams.last_mut().expect("its stream is the last one");
         assert_eq!(within(nothing.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
         drop(running);
-        drop([door.admitted("c").await, door.admitted("d").await]);
-        assert_eq!((door.free().await, door.status.pending()), (2, 0));
+        drop([rig.admitted("c").await, rig.admitted("d").await]);
+        assert_eq!((rig.free().await, rig.status.pending()), (2, 0));
     }
 
     #[test]
@@ -456,14 +465,14 @@ mod tests {
 
     #[actix::test]
     async fn a_request_for_nothing_is_over_at_once() {
-        let mut door = Door::new(1, 0);
-        let many = door.submit_all(vec![request(4, 0); 9]).await.expect("they need no slot");
+        let mut rig = Door::new(1, 0);
+        let many = rig.submit_all(vec![request(4, 0); 9]).await.expect("they need no slot");
         for mut stream in many {
             assert_eq!(within(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
         }
-        let mut stream = door.submit(request(4, 0)).await.expect("it is taken in");
+        let mut stream = rig.submit(request(4, 0)).await.expect("the request is accepted");
         assert_eq!(within(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
         assert_eq!(within(stream.next()).await, None);
-        assert!(door.free().await == 1 && door.nobody_is_admitted());
+        assert!(rig.free().await == 1 && rig.nobody_is_admitted());
     }
 }

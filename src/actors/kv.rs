@@ -1,9 +1,10 @@
-//! The KV-buffer manager: who holds which slot and which pages.
+//! The KV cache manager: assigns slots and pages to sequences.
 //!
-//! Owns each lane's slot map (with the sliding-window shuffle) and the page pool, which is everybody's. Never touches a
-//! device: its plan rides on the lane's next step.
-//! Invariant: slots are given, moved and taken back only in a [`Turn`] of their lane. What a step in flight still names
-//! is given to nobody but later steps, which come behind it on every device.
+//! Owns the slot map of each lane (with the sliding-window shuffle) and the page pool, which all lanes share.
+//! It never touches a device: its [`SlotPlan`] is sent with the lane's next step.
+//! Invariant: slots are assigned, moved and freed only in an [`IterationUpdate`] of their lane. Slots and
+//! pages that a step in flight refers to are reused by later steps only, which every device runs after that
+//! step.
 
 use super::sequence::Key;
 use super::stream::EventSender;
@@ -17,73 +18,74 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use tokio::sync::oneshot;
 
-/// Asks for pages. Answered when there are enough, in the order of asking; `None` when the client left.
+/// Reserves the pages of a sequence. The reply comes when enough pages are free, in the order of requests; it
+/// is `None` if the client disconnects first.
 #[derive(Message)]
 #[rtype(result = "Option<Lease>")]
 pub struct Reserve {
-    /// Of the sequence itself.
+    /// Positions of the sequence itself.
     pub positions: usize,
-    /// Of its source, which cross-attention sees.
+    /// Encoder positions that cross-attention reads.
     pub source: usize,
     pub client: EventSender,
 }
 
-/// Leases were dropped elsewhere: see whether somebody waits for their pages.
+/// Notifies the manager that leases were dropped elsewhere, so that waiting reservations are retried.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct Returned;
 
-/// What changed in a lane since its last turn.
+/// The changes of a lane's sequences since its last iteration. The reply is the slot plan of its next step.
 #[derive(Message, Default)]
 #[rtype(result = "Plan")]
 pub struct Turn {
     pub lane: usize,
-    /// Sequences that left.
+    /// Sequences that ended, to be removed from their slots.
     pub finished: Vec<Key>,
-    /// Sequences that need a slot.
+    /// New sequences that need slots.
     pub joins: Vec<Join>,
 }
 
-/// A sequence that needs a slot, with the pages it holds.
+/// A new sequence that needs a slot, with its pages.
 #[derive(Debug)]
 pub struct Join {
     pub key: Key,
-    /// Those of its own positions.
+    /// Pages of the sequence's own positions.
     pub own: Vec<Page>,
-    /// Those of its source's.
+    /// Pages of its encoder positions.
     pub cross: Vec<Page>,
 }
 
-/// Where everything of a lane is in its next step, and what must be done to get it there.
+/// The slot assignment of a lane for its next step, and the changes that the devices must apply to get there.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Holders of slots, by slot. With the shuffle on they fill `window`.
+    /// Occupied slots and their sequences, by slot. With the shuffle on, they fill `window`.
     pub slots: Vec<(Slot, Key)>,
-    /// From the lowest slot held to the highest.
+    /// The range from the lowest to the highest occupied slot.
     pub window: Range<Slot>,
     pub moves: Vec<SlotMove>,
     pub copies: Vec<PageCopy>,
     pub tables: Vec<TableUpdate>,
 }
 
-/// A lane starts afresh: none of its slots is held any more.
+/// Frees all slots of a lane, because the lane restarts without sequences.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct Reset {
     pub lane: usize,
 }
 
-/// Asks for (slots held, pages used): what tests and checks look at.
+/// Queries (occupied slots, used pages); for tests and diagnostics.
 #[derive(Message)]
 #[rtype(result = "(usize, usize)")]
 pub struct Held;
 
-/// The actor.
+/// The KV manager actor.
 pub struct Kv {
-    /// The slots of each lane.
+    /// The slot map of each lane.
     lanes: Vec<SlotMap<Key>>,
     pages: PagePool,
-    /// Who waits for pages, in the order of asking.
+    /// Reservations that wait for pages, in the order of requests.
     short: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
     slots_live: Gauge,
     pages_used: Gauge,
@@ -115,11 +117,11 @@ impl Handler<Returned> for Kv {
 impl Handler<Turn> for Kv {
     type Result = MessageResult<Turn>;
 
-    fn handle(&mut self, turn: Turn, _: &mut Self::Context) -> Self::Result {
-        let plan = self.turn(turn);
+    fn handle(&mut self, update: Turn, _: &mut Self::Context) -> Self::Result {
+        let plan = self.turn(update);
         self.serve_short();
         self.slots_live.set(self.live() as f64);
-        // Of a model that keeps nothing, nothing is used.
+        // A model without a KV cache has no pages.
         self.pages_used.set(self.pages.used() as f64 / self.pages.total().max(1) as f64);
         MessageResult(plan)
     }
@@ -150,7 +152,7 @@ impl Handler<Held> for Kv {
 }
 
 impl Kv {
-    /// A manager of `slots` slots, shared out to so many lanes, and of `pages`, all of them free.
+    /// Creates a manager of `slots` slots, split among `lanes` lanes, and of the pages of `pages`, all free.
     pub fn new(slots: usize, lanes: usize, shuffle: bool, pages: PagePool) -> Kv {
         Kv {
             lanes: divided(slots, lanes).map(|slots| SlotMap::new(slots, shuffle)).collect(),
@@ -161,25 +163,25 @@ impl Kv {
         }
     }
 
-    /// Slots held in all lanes.
+    /// Returns the number of occupied slots in all lanes.
     fn live(&self) -> usize {
         self.lanes.iter().map(SlotMap::live).sum()
     }
 
-    /// The finished leave, the new ones join (in a hole, if there is one), and what holes remain are closed
-    /// by the shuffle.
-    fn turn(&mut self, turn: Turn) -> Plan {
-        let (mut plan, slots) = (Plan::default(), &mut self.lanes[turn.lane]);
-        for key in turn.finished {
-            let slot = slots.slot_of(key).expect("a finished sequence holds a slot, else this is a bug");
+    /// Frees the slots of finished sequences, assigns slots to new ones (holes first), and lets the shuffle
+    /// close the remaining holes.
+    fn turn(&mut self, update: Turn) -> Plan {
+        let (mut plan, slots) = (Plan::default(), &mut self.lanes[update.lane]);
+        for key in update.finished {
+            let slot = slots.slot_of(key).expect("a finished sequence holds a slot; anything else is a bug");
             slots.leave(slot);
         }
-        for Join { key, .. } in &turn.joins {
-            slots.join(*key).expect("nobody begins in a full lane, else this is a bug");
+        for Join { key, .. } in &update.joins {
+            slots.join(*key).expect("prefill starts no sequence in a full lane; anything else is a bug");
         }
         slots.compact(&mut plan.moves);
-        for Join { key, own, cross } in turn.joins {
-            let slot = slots.slot_of(key).expect("it joined above, else this is a bug");
+        for Join { key, own, cross } in update.joins {
+            let slot = slots.slot_of(key).expect("the sequence was assigned a slot above");
             for (table, pages) in [(KvTable::Own, own), (KvTable::Cross, cross)] {
                 let entry = |(index, page)| TableUpdate { slot, table, index, page };
                 plan.tables.extend((0..).zip(pages).map(entry));
@@ -190,12 +192,14 @@ impl Kv {
         plan
     }
 
-    /// Gives pages to those who wait for them, in order, as far as they go. Who hung up waits no longer,
-    /// wherever in the line.
+    /// Grants pages to waiting reservations in order, until one does not fit. Reservations of disconnected
+    /// clients are dropped, wherever they are in the queue.
     fn serve_short(&mut self) {
-        self.short.retain(|(wish, _)| !wish.client.is_closed());
-        while let Some((wish, _)) = self.short.front() {
-            let Some(lease) = self.pages.reserve_with_source(wish.positions, wish.source) else { return };
+        self.short.retain(|(request, _)| !request.client.is_closed());
+        while let Some((request, _)) = self.short.front() {
+            let Some(lease) = self.pages.reserve_with_source(request.positions, request.source) else {
+                return;
+            };
             if let Some((_, reply)) = self.short.pop_front() {
                 let _ = reply.send(Some(lease));
             }
@@ -218,11 +222,11 @@ mod tests {
         Kv::new(slots, 1, shuffle, PagePool::new(pages + 1, PAGE))
     }
 
-    /// Asks for `pages` pages, now; the answer can be awaited later. With the client who asks.
+    /// Requests `pages` pages; returns the future reply and the requesting client.
     fn reserve(kv: &Addr<Kv>, pages: usize) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
         let (client, stream) = channel();
         let reply = kv.send(Reserve { positions: pages * PAGE, source: 0, client });
-        (async { within(reply).await.expect("kv answers") }, stream)
+        (async { within(reply).await.expect("kv replies") }, stream)
     }
 
     async fn lease(kv: &Addr<Kv>, pages: usize) -> Lease {
@@ -231,7 +235,7 @@ mod tests {
     }
 
     async fn held(kv: &Addr<Kv>) -> (usize, usize) {
-        within(kv.send(Held)).await.expect("kv answers")
+        within(kv.send(Held)).await.expect("kv replies")
     }
 
     fn keys(keys: impl IntoIterator<Item = u64>) -> Vec<Key> {
@@ -246,7 +250,7 @@ mod tests {
         Turn { lane: 0, finished: keys(finished), joins: joins.into_iter().map(join).collect() }
     }
 
-    /// Each sequence's pages tell whose they are: two of its own, one of its source's.
+    /// Page numbers that identify their sequence: two of its own, one of its encoder input.
     fn pages(key: u64) -> [Page; 3] {
         [0, 1, 2].map(|index| key as Page * 3 + index)
     }
@@ -261,9 +265,10 @@ mod tests {
 
     const WORDS: [Word; 4] = [Word::Turn, Word::Returned, Word::Reserve, Word::Reset];
 
-    /// Anything that kv can hear. A wish's client comes back: dropping it would be a word too.
-    async fn say(kv: &Addr<Kv>, word: Word) -> Option<TokenStream> {
-        match word {
+    /// Sends any message that the manager accepts. A reservation's client is returned, because dropping it
+    /// would have an effect of its own.
+    async fn say(kv: &Addr<Kv>, message: Word) -> Option<TokenStream> {
+        match message {
             Word::Turn => _ = within(kv.send(Turn::default())).await,
             Word::Returned => kv.do_send(Returned),
             Word::Reset => kv.do_send(Reset { lane: 0 }),
@@ -282,7 +287,7 @@ mod tests {
         let first = lease(&kv, 2).await;
         let (big, _big) = reserve(&kv, 3);
         let (small, _small) = reserve(&kv, 1);
-        assert_eq!(held(&kv).await, (0, 2), "the small wish fits, and stands behind the big one");
+        assert_eq!(held(&kv).await, (0, 2), "the small request would fit, but waits behind the big one");
         drop(first);
         kv.do_send(Returned);
         let leases =
@@ -292,31 +297,31 @@ mod tests {
 
     #[actix::test]
     async fn whatever_kv_hears_serves_those_who_wait_for_pages() {
-        for word in WORDS {
+        for message in WORDS {
             let kv = kv(1, 2, true).start();
             let all = lease(&kv, 2).await;
             let (waiting, _client) = reserve(&kv, 1);
-            assert_eq!(held(&kv).await, (0, 2), "{word:?}");
+            assert_eq!(held(&kv).await, (0, 2), "{message:?}");
             drop(all);
-            let _asking = say(&kv, word).await;
-            assert!(waiting.await.is_some(), "{word:?}");
+            let _asking = say(&kv, message).await;
+            assert!(waiting.await.is_some(), "{message:?}");
         }
     }
 
     #[actix::test]
     async fn whatever_kv_hears_sends_those_away_who_hung_up_wherever_they_stand() {
-        for word in WORDS {
+        for message in WORDS {
             let kv = kv(1, 2, true).start();
             let all = lease(&kv, 2).await;
             let (head, _client) = reserve(&kv, 2);
             let (behind, leaving) = reserve(&kv, 1);
-            assert_eq!(held(&kv).await, (0, 2), "{word:?}");
+            assert_eq!(held(&kv).await, (0, 2), "{message:?}");
             drop(leaving);
-            let _asking = say(&kv, word).await;
-            assert!(behind.await.is_none(), "{word:?}");
+            let _asking = say(&kv, message).await;
+            assert!(behind.await.is_none(), "{message:?}");
             drop(all);
             kv.do_send(Returned);
-            assert!(head.await.is_some(), "{word:?}: the head of the line stays where it is");
+            assert!(head.await.is_some(), "{message:?}: the first request keeps waiting");
         }
     }
 
@@ -325,12 +330,12 @@ mod tests {
         let kv = kv(1, 3, true).start();
         let first = lease(&kv, 1).await;
         let (client, _stream) = channel();
-        let wish = Reserve { positions: PAGE + 1, source: PAGE, client };
-        let waiting = kv.send(wish);
-        assert_eq!(held(&kv).await, (0, 1), "two of its own would be there, its source's is not");
+        let request = Reserve { positions: PAGE + 1, source: PAGE, client };
+        let waiting = kv.send(request);
+        assert_eq!(held(&kv).await, (0, 1), "its own two pages are free, the encoder's page is not");
         drop(first);
         kv.do_send(Returned);
-        let lease = within(waiting).await.expect("kv answers").expect("its client is there");
+        let lease = within(waiting).await.expect("kv replies").expect("its client is connected");
         assert_eq!((lease.own().len(), lease.cross().len()), (2, 1));
     }
 
@@ -341,22 +346,22 @@ mod tests {
         let lease = lease(&kv, 0).await;
         let nothing = Join { key: Key(1), own: lease.own().to_vec(), cross: lease.cross().to_vec() };
         let turn = Turn { joins: vec![nothing], ..Turn::default() };
-        let plan = within(kv.send(turn)).await.expect("kv answers");
+        let plan = within(kv.send(turn)).await.expect("kv replies");
         assert_eq!((plan.slots, plan.tables), (vec![(0, Key(1))], vec![]));
-        let told = recorder.handle().render();
-        let usage = told.lines().find(|line| line.starts_with(telemetry::KV_CACHE_USAGE.name));
-        assert!(usage.is_some_and(|line| line.ends_with(" 0")), "{told}");
+        let rendered = recorder.handle().render();
+        let usage = rendered.lines().find(|line| line.starts_with(telemetry::KV_CACHE_USAGE.name));
+        assert!(usage.is_some_and(|line| line.ends_with(" 0")), "{rendered}");
     }
 
     #[actix::test]
     async fn a_reset_frees_every_slot_and_no_page() {
         let kv = kv(3, 6, true).start();
         let lease = lease(&kv, 2).await;
-        within(kv.send(turn([], [1, 2, 3]))).await.expect("kv answers");
+        within(kv.send(turn([], [1, 2, 3]))).await.expect("kv replies");
         assert_eq!(held(&kv).await, (3, 2));
         kv.do_send(Reset { lane: 0 });
-        assert_eq!(held(&kv).await, (0, 2), "pages are their leases'");
-        let plan = within(kv.send(turn([], [4, 5, 6]))).await.expect("kv answers");
+        assert_eq!(held(&kv).await, (0, 2), "pages stay with their leases");
+        let plan = within(kv.send(turn([], [4, 5, 6]))).await.expect("kv replies");
         assert_eq!((plan.slots.len(), plan.window), (3, 0..3));
         drop(lease);
         assert_eq!(held(&kv).await, (3, 0));
@@ -366,14 +371,14 @@ mod tests {
     async fn a_reset_concerns_its_lane_alone() {
         let kv = Kv::new(5, 2, true, PagePool::new(2, PAGE)).start();
         let of_lane = |lane, turn: Turn| kv.send(Turn { lane, ..turn });
-        within(of_lane(0, turn([], [1, 2, 3]))).await.expect("kv answers");
-        let plan = within(of_lane(1, turn([], [4, 5]))).await.expect("kv answers");
+        within(of_lane(0, turn([], [1, 2, 3]))).await.expect("kv replies");
+        let plan = within(of_lane(1, turn([], [4, 5]))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(3, Key(4)), (4, Key(5))], 3..5));
         kv.do_send(Reset { lane: 0 });
         assert_eq!(held(&kv).await.0, 2);
-        let plan = within(of_lane(1, turn([4], []))).await.expect("kv answers");
+        let plan = within(of_lane(1, turn([4], []))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(4, Key(5))], 4..5));
-        let plan = within(of_lane(0, turn([], [6]))).await.expect("kv answers");
+        let plan = within(of_lane(0, turn([], [6]))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(0, Key(6))], 0..1));
     }
 
@@ -389,12 +394,12 @@ mod tests {
         assert_eq!(slots, [1, 1, 1, 3, 3, 3]);
     }
 
-    /// A device's page tables, as its steps' moves and updates leave them: of each slot two entries of its own table
-    /// and one of the cross table.
+    /// A device's page tables as the moves and updates of its steps leave them: per slot, two entries of its
+    /// own table and one of the cross table.
     type Tables = Vec<[Page; 3]>;
 
-    /// What must be true of every plan: the slots are of its lane and contiguous under the shuffle, and whoever holds
-    /// one finds its own pages there once moves and then updates are applied.
+    /// Asserts what holds for every plan: the slots are the lane's and contiguous under the shuffle, and each
+    /// sequence finds its pages in its slot's tables once moves and then updates are applied.
     fn check(plan: &Plan, own: &Range<Slot>, live: &[u64], tables: &mut Tables, shuffle: bool) {
         for m in &plan.moves {
             assert!(own.contains(&m.from) && own.contains(&m.to), "{m:?} leaves {own:?}");
@@ -404,7 +409,7 @@ mod tests {
             let of_table = match entry.table {
                 KvTable::Own => 0..2,
                 KvTable::Cross => 2..3,
-                KvTable::Scratch => panic!("there is no scratch table"),
+                KvTable::Scratch => panic!("kv updates no scratch table"),
             };
             tables[entry.slot as usize][of_table][entry.index as usize] = entry.page;
         }
@@ -422,14 +427,14 @@ mod tests {
         }
     }
 
-    /// A lane's slots, and who lives in it.
+    /// A lane's slots and its running sequences.
     struct Population {
         own: Range<Slot>,
-        /// With the slots they were told.
+        /// Each sequence's slot, as the last plan gave it.
         live: BTreeMap<u64, Slot>,
     }
 
-    /// Random turns of every kind, down to nobody and up to all slots, each of some lane.
+    /// Random updates of every kind and lane, from empty to full lanes.
     #[test]
     fn every_plan_keeps_the_pages_with_their_sequences() {
         for (slots, lanes, shuffle) in [
@@ -464,7 +469,7 @@ mod tests {
                 check(&plan, own, &keys, &mut tables, shuffle);
                 live.extend(plan.slots.iter().map(|(slot, key)| (key.0, *slot)));
                 moves += plan.moves.len();
-                // Whatever one lane does, everybody's pages are still in everybody's slots.
+                // Updates of one lane must not affect the pages of any other.
                 for (key, slot) in all.iter().flat_map(|lane| &lane.live) {
                     assert_eq!(tables[*slot as usize], pages(*key), "sequence {key}, round {round}");
                 }

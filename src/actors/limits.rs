@@ -1,91 +1,91 @@
-//! What a request is checked against, once, at the door.
+//! Request validation at intake.
 //!
-//! Invariant: what passes here a device can do: the task is one of the model's, every token is in its vocabulary, and all
-//! of it fits.
+//! Invariant: a request that passes can be computed: the model supports its task, all its token ids are in
+//! the vocabulary, and it fits into the context and the KV cache.
 
 use crate::decoding;
 use crate::model::spec::Kind;
 use crate::request::{Request, RequestError, Task};
 
-/// The bounds of every request.
+/// The bounds that every request is checked against.
 #[derive(Clone, Debug)]
 pub struct IntakeLimits {
-    /// Sequences that can be live at once.
+    /// Maximum number of running sequences.
     pub slots: usize,
-    /// Requests that may wait.
+    /// Maximum number of queued requests.
     pub max_waiting: usize,
-    /// Positions of a sequence, prompt and answer.
+    /// Maximum positions of a sequence, prompt and generated tokens.
     pub context: usize,
-    /// Tokens of a source; 0 without an encoder.
+    /// Maximum tokens of the encoder input; 0 without an encoder.
     pub source_context: usize,
     pub vocab: usize,
-    /// Most likely tokens that can be reported beside each.
+    /// Maximum number of most likely tokens reported per token.
     pub top_logprobs: usize,
-    /// Biases of a sequence's logits, stop tokens and the model's own end-of-sequence tokens counted.
+    /// Maximum logit biases of a sequence, including its stop tokens and the model's end-of-sequence tokens.
     pub biases: usize,
-    /// End-of-sequence tokens of the model.
+    /// Number of the model's end-of-sequence tokens.
     pub eos: usize,
-    /// Pages of the pool that can be leased, the sink not among them.
+    /// KV pages that can be leased, without the null page.
     pub pages: usize,
     pub page_positions: usize,
     pub kind: Kind,
-    /// Whether logits come out of the model.
+    /// Whether the model has an output head, and so computes logits.
     pub has_head: bool,
-    /// Where the model's own tasks are asked for.
+    /// Endpoints that serve the model's tasks, for error messages.
     pub endpoints: Vec<&'static str>,
 }
 
 impl IntakeLimits {
-    /// What is wrong with a request, if anything.
+    /// Checks a request; returns the first error.
     pub fn check(&self, request: &Request) -> Result<(), RequestError> {
         self.check_task(&request.task)?;
         self.check_source(request)?;
         match &request.task {
             Task::Generate => self.check_generation(request),
             Task::Embed(_) => check_lone(request),
-            Task::Fill { at, top } => {
+            Task::Fill { at: positions, top: top_k } => {
                 check_lone(request)?;
-                self.check_places(at, *top, request.source.len())
+                self.check_places(positions, *top_k, request.source.len())
             }
         }
     }
 
-    /// Whether the model is for such a task at all.
+    /// Checks that the model supports the task.
     fn check_task(&self, task: &Task) -> Result<(), RequestError> {
         let is_encoder = self.kind == Kind::Encoder;
         let why = match task {
-            Task::Generate if is_encoder => "is an encoder alone and generates nothing",
-            Task::Embed(_) if !is_encoder => "generates, and gives no vector for a text",
-            Task::Fill { .. } if !is_encoder => "generates, and fills no masks",
-            Task::Fill { .. } if !self.has_head => "has no head that could fill a mask",
+            Task::Generate if is_encoder => "is an encoder-only model and cannot generate",
+            Task::Embed(_) if !is_encoder => "is a generative model and computes no embeddings",
+            Task::Fill { .. } if !is_encoder => "is a generative model and fills no masks",
+            Task::Fill { .. } if !self.has_head => "has no output head to fill a mask with",
             _ => return Ok(()),
         };
         let endpoints = self.endpoints.join(" and ");
         Err(invalid("model", format!("the model {why}; it serves {endpoints}")))
     }
 
-    /// What an encoder reads.
+    /// Checks the encoder input.
     fn check_source(&self, request: &Request) -> Result<(), RequestError> {
         let (param, what) = match request.task {
-            Task::Generate => ("prompt", "source"),
+            Task::Generate => ("prompt", "encoder input"),
             Task::Embed(_) | Task::Fill { .. } => ("input", "input"),
         };
         let (tokens, limit) = (request.source.len(), self.source_context);
         if self.kind == Kind::Decoder {
-            let message = || invalid(param, "the model reads no source beside its prompt".to_owned());
+            let message = || invalid(param, "the model has no encoder and takes no encoder input".to_owned());
             return if tokens == 0 { Ok(()) } else { Err(message()) };
         }
         if tokens == 0 {
             return Err(invalid(param, format!("the {what} has no tokens")));
         }
         if tokens > limit {
-            let message =
-                format!("the {what} has {tokens} tokens, more than the {limit} that the model reads");
+            let message = format!("the {what} has {tokens} tokens, more than the model's limit of {limit}");
             return Err(invalid(param, message));
         }
         self.check_ids(param, &request.source)
     }
 
+    /// Checks that all ids are in the vocabulary.
     fn check_ids(&self, param: &'static str, ids: &[u32]) -> Result<(), RequestError> {
         match ids.iter().find(|id| **id as usize >= self.vocab) {
             Some(id) => {
@@ -96,7 +96,7 @@ impl IntakeLimits {
         }
     }
 
-    /// A prompt and what is to come after it.
+    /// Checks a request that generates tokens.
     fn check_generation(&self, request: &Request) -> Result<(), RequestError> {
         decoding::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
         if request.prompt.is_empty() {
@@ -106,13 +106,14 @@ impl IntakeLimits {
         self.check_ids(self.prompt_name(), &request.prompt)?;
         self.check_ends_and_biases(request)?;
         if request.logprobs.is_some_and(|n| usize::from(n) > self.top_logprobs) {
-            let message = format!("logprobs can be {} at most", self.top_logprobs);
+            let message = format!("logprobs can be at most {}", self.top_logprobs);
             return Err(invalid("logprobs", message));
         }
         self.check_room(request)
     }
 
-    /// The parameter of what is continued: behind an encoder, the prompt is what that reads.
+    /// The name of the parameter that holds the decoder's prompt; of an encoder-decoder model, `prompt` is
+    /// the encoder input.
     fn prompt_name(&self) -> &'static str {
         match self.kind {
             Kind::EncoderDecoder => "decoder_prompt",
@@ -120,12 +121,13 @@ impl IntakeLimits {
         }
     }
 
-    /// The context, and the pages of prompt, answer and source.
+    /// Checks that prompt and generated tokens fit into the context, and that these and the encoder input fit
+    /// into the pages.
     fn check_room(&self, request: &Request) -> Result<(), RequestError> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
         let prompt = self.prompt_name();
         let what = match self.kind {
-            Kind::EncoderDecoder => "the prompt, which is the source, the decoder's and max_tokens",
+            Kind::EncoderDecoder => "prompt (the encoder input), decoder_prompt and max_tokens",
             Kind::Decoder | Kind::Encoder => "prompt and max_tokens",
         };
         if prompt_tokens >= self.context && max_tokens > 0 {
@@ -150,7 +152,7 @@ impl IntakeLimits {
         Err(RequestError::TooLarge { param, what, needed, pages })
     }
 
-    /// What ends a sequence early, or late, and what its logits get added.
+    /// Checks `min_tokens`, stop tokens and logit biases.
     fn check_ends_and_biases(&self, request: &Request) -> Result<(), RequestError> {
         let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
         let (vocab, limit) = (self.vocab, self.biases);
@@ -165,29 +167,30 @@ impl IntakeLimits {
         let eos = if request.ignore_eos { 0 } else { self.eos };
         let ends = stop_ids.len() + eos;
         if ends > limit {
-            let message = format!("tokens that end the sequence can be {limit} at most, not {ends}");
+            let message = format!("at most {limit} tokens can end the sequence, not {ends}");
             return Err(invalid("stop_token_ids", message));
         }
         if ends + logit_bias.len() > limit {
             let (biases, rest) = (logit_bias.len(), limit - ends);
             let message = format!(
-                "logit_bias can have {rest} tokens at most beside {ends} that end the sequence, not {biases}"
+                "logit_bias can have at most {rest} tokens beside the {ends} that end the sequence, not {biases}"
             );
             return Err(invalid("logit_bias", message));
         }
         check_biases(logit_bias, vocab).map_err(|message| invalid("logit_bias", message))
     }
 
-    /// Places of a source of so many tokens that are to be filled, and how many tokens are wanted for each.
+    /// Checks the positions to fill, in an input of `tokens` tokens, and the number of tokens to return for
+    /// each.
     fn check_places(&self, at: &[u32], top: u8, tokens: usize) -> Result<(), RequestError> {
         let Some(last) = at.last() else {
-            return Err(invalid("input", "the input has no place to fill".to_owned()));
+            return Err(invalid("input", "the input has no mask to fill".to_owned()));
         };
         if !at.is_sorted_by(|a, b| a < b) {
-            return Err(invalid("input", "places to fill must ascend".to_owned()));
+            return Err(invalid("input", "the positions to fill must ascend".to_owned()));
         }
         if *last as usize >= tokens {
-            let message = format!("place {last} to fill is beyond the input of {tokens} tokens");
+            let message = format!("the position {last} to fill is beyond the input of {tokens} tokens");
             return Err(invalid("input", message));
         }
         match (1..=self.top_logprobs).contains(&usize::from(top)) {
@@ -200,15 +203,15 @@ impl IntakeLimits {
     }
 }
 
-/// Of a lone encoder, the source is all there is.
+/// Checks that a request to an encoder-only model has no decoder prompt.
 fn check_lone(request: &Request) -> Result<(), RequestError> {
     match request.prompt.is_empty() {
         true => Ok(()),
-        false => Err(invalid("prompt", "an input to an encoder has no prompt beside it".to_owned())),
+        false => Err(invalid("prompt", "an encoder-only model takes no prompt beside its input".to_owned())),
     }
 }
 
-/// What is wrong with a request's own biases, if anything.
+/// Checks a request's own logit biases.
 fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
     if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
         return Err(format!("logit_bias names token id {id}, which is not in the vocabulary of {vocab}"));
@@ -224,7 +227,7 @@ fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
     }
 }
 
-/// A parameter is wrong.
+/// Returns an error about an invalid parameter.
 pub(super) fn invalid(param: &'static str, message: String) -> RequestError {
     RequestError::Invalid { param, message }
 }
@@ -266,7 +269,8 @@ mod tests {
         Request { task: Task::Fill { at: at.into(), top }, ..embed(source) }
     }
 
-    /// Refused, because of that parameter, with all these words.
+    /// Asserts that the request is refused because of the parameter `param`, in a message with all of
+    /// `words`.
     fn refuses(limits: &IntakeLimits, request: &Request, param: &str, words: &[&str]) {
         match limits.check(request) {
             Err(RequestError::Invalid { param: named, message }) => {
@@ -306,7 +310,7 @@ mod tests {
     fn a_source_is_where_an_encoder_reads_it_within_its_limit() {
         let (decoder, both, encoder) =
             (limits(Kind::Decoder), limits(Kind::EncoderDecoder), limits(Kind::Encoder));
-        refuses(&decoder, &translate(1, 4, 4), "prompt", &["no source"]);
+        refuses(&decoder, &translate(1, 4, 4), "prompt", &["no encoder input"]);
         refuses(&both, &request(4, 4), "prompt", &["no tokens"]);
         refuses(&encoder, &embed(&[]), "input", &["no tokens"]);
         assert_eq!(both.check(&translate(40, 4, 4)), Ok(()));
@@ -322,7 +326,11 @@ mod tests {
     #[test]
     fn prompt_and_answer_share_the_context_and_the_source_has_pages_of_its_own() {
         let both = limits(Kind::EncoderDecoder);
-        assert_eq!(both.check(&translate(32, 60, 4)), Ok(()), "the source takes nothing of the context");
+        assert_eq!(
+            both.check(&translate(32, 60, 4)),
+            Ok(()),
+            "the encoder input does not count towards the context"
+        );
         let prompt = "decoder_prompt";
         let too_long = RequestError::TooLong { prompt, prompt_tokens: 60, max_tokens: 5, context: 64 };
         assert_eq!(both.check(&translate(1, 60, 5)), Err(too_long));
@@ -330,8 +338,8 @@ mod tests {
         assert_eq!(both.check(&translate(1, 64, 5)), Err(alone));
         let too_large = both.check(&translate(33, 60, 4)).unwrap_err();
         assert!(matches!(too_large, RequestError::TooLarge { needed: 4, pages: 3, .. }), "{too_large:?}");
-        assert!(too_large.to_string().contains("source"), "{too_large}");
-        // Less of what is named would do.
+        assert!(too_large.to_string().contains("encoder input"), "{too_large}");
+        // Reducing the named parameter helps.
         let narrow = IntakeLimits { pages: 1, ..both.clone() };
         for (source, prompt, max_tokens, named) in [
             (33, 2, 1, "prompt"),
@@ -355,7 +363,7 @@ mod tests {
     fn places_to_fill_are_places_of_the_input() {
         let encoder = limits(Kind::Encoder);
         assert_eq!(encoder.check(&fill(&[1, 2, 3], &[0, 2], 1)), Ok(()));
-        for (at, words) in [(&[][..], "no place"), (&[1, 1], "ascend"), (&[2, 1], "ascend"), (&[0, 3], "3")] {
+        for (at, words) in [(&[][..], "no mask"), (&[1, 1], "ascend"), (&[2, 1], "ascend"), (&[0, 3], "3")] {
             refuses(&encoder, &fill(&[1, 2, 3], at, 5), "input", &[words]);
         }
         for top in [0, 6] {

@@ -1,17 +1,19 @@
-//! What the decode loop records: handles kept for steps of microseconds, and the clock of a step's phases.
+//! Metrics of a decode loop: cached handles, so that recording is cheap for steps of microseconds, and a
+//! clock of a step's phases.
 //!
-//! Each lane has its own. Invariant: on the control thread no moment is counted to two phases of a lane's steps.
+//! Each lane has its own. Invariant: on the control thread, no time is counted in two phases of a lane's
+//! steps.
 
 use crate::telemetry;
 use mainstem_kernels::batch::StepTimes;
 use metrics::{Counter, Histogram};
 use std::time::{Duration, Instant};
 
-/// The loop's metrics.
+/// Metric handles and phase clock of one decode loop.
 pub struct Meters {
-    /// When the phase at hand began.
+    /// When the current phase began.
     since: Instant,
-    /// Time of deliveries since a step last landed.
+    /// Time spent sending events since the last step completed.
     delivering: Duration,
     plan: Histogram,
     forward: Histogram,
@@ -32,27 +34,27 @@ pub struct Meters {
     per_token: Histogram,
 }
 
-/// What was in a step.
+/// The size of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSize {
     pub rows: usize,
-    /// Rows that were computed only to be discarded.
+    /// Rows of holes, whose results are discarded.
     pub holes: usize,
-    /// Sequences that took part.
+    /// Sequences in the step.
     pub slots: usize,
 }
 
-/// The moments of a sequence's life that its metrics are made of.
+/// Times in a sequence's life that its metrics are computed from.
 #[derive(Clone, Copy, Debug)]
 pub struct Moments {
-    /// Its first chunk came.
+    /// When its first chunk was scheduled.
     pub scheduled: Instant,
-    /// Its first token was made; `scheduled` until then.
+    /// When its first token was generated; equals `scheduled` until then.
     pub first_token: Instant,
 }
 
 impl Meters {
-    /// The clock runs from here.
+    /// Creates the handles and starts the clock.
     pub fn new() -> Meters {
         let phase = |name| telemetry::STEP_PHASES.histogram_of([name]);
         Meters {
@@ -78,25 +80,25 @@ impl Meters {
         }
     }
 
-    /// What went before was waiting for work, and belongs to no step.
+    /// Restarts the clock: the time before was spent waiting for work and belongs to no step.
     pub fn woke(&mut self) {
         self.since = Instant::now();
     }
 
-    /// The step is on its way.
+    /// Ends the planning phase: the step was sent. Returns the time.
     pub fn sent(&mut self) -> Instant {
         let plan = self.lap();
         self.plan.record(plan.as_secs_f64());
         self.since
     }
 
-    /// The events of the step before are on their way too.
+    /// Ends a delivery phase: the events of the previous step were sent while this one runs.
     pub fn delivered(&mut self) {
         let delivering = self.lap();
         self.delivering += delivering;
     }
 
-    /// The step sent at `sent` is back.
+    /// Records a completed step that was sent at `sent`. Returns the time.
     pub fn ran(&mut self, sent: Instant, times: StepTimes, size: StepSize) -> Instant {
         self.lap();
         self.step_seconds.record((self.since - sent).as_secs_f64());
@@ -108,14 +110,14 @@ impl Meters {
         self.since
     }
 
-    /// Its results are with those who wait for them.
+    /// Ends the delivery phase: the results of the step were processed.
     pub fn settled(&mut self) {
         let settling = self.lap();
         let delivering = std::mem::take(&mut self.delivering);
         self.deliver.record((delivering + settling).as_secs_f64());
     }
 
-    /// Holes were closed by `moves` moves.
+    /// Records a shuffle of `moves` moves, if there are any.
     pub fn moved(&self, moves: usize) {
         if moves > 0 {
             self.shuffles.increment(1);
@@ -123,26 +125,27 @@ impl Meters {
         }
     }
 
-    /// The first chunk of a request that arrived then came.
+    /// Records that the first chunk of a request that arrived at `arrived` was scheduled.
     pub fn scheduled(&self, arrived: Instant) -> Moments {
         let now = Instant::now();
         self.queue.record((now - arrived).as_secs_f64());
         Moments { scheduled: now, first_token: now }
     }
 
-    /// A token was made that a client waits for.
+    /// Counts a generated token that is sent to a client.
     pub fn token(&self) {
         self.generated.increment(1);
     }
 
-    /// A sequence's first token, or its one answer, was made at `now`, after so many given tokens.
+    /// Records a sequence's first token, or its only output, produced at `now`, and its `prompt_tokens` input
+    /// tokens.
     pub fn first_answer(&self, moments: &mut Moments, prompt_tokens: usize, now: Instant) {
         moments.first_token = now;
         self.prompts.increment(prompt_tokens as u64);
         self.prefill.record((now - moments.scheduled).as_secs_f64());
     }
 
-    /// A sequence is over with `generated` tokens, the last of them made at `now`.
+    /// Records the end of a sequence with `generated` tokens, the last of them produced at `now`.
     pub fn over(&self, moments: Moments, generated: u32, now: Instant) {
         let decode = (now - moments.first_token).as_secs_f64();
         self.inference.record((now - moments.scheduled).as_secs_f64());
@@ -154,7 +157,7 @@ impl Meters {
         }
     }
 
-    /// The time since the phase at hand began; the next begins here.
+    /// Returns the time since the current phase began, and starts the next phase.
     fn lap(&mut self) -> Duration {
         let now = Instant::now();
         now - std::mem::replace(&mut self.since, now)
@@ -165,7 +168,7 @@ impl Meters {
 mod tests {
     use super::*;
 
-    /// What a recorder has of one series.
+    /// The value of one series in a rendered recorder.
     fn value(text: &str, series: &str) -> f64 {
         let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         line.unwrap_or_else(|| panic!("no {series} in {text}")).parse().expect("it is a number")
@@ -178,13 +181,13 @@ mod tests {
         let began = Instant::now();
         let waited = metrics::with_local_recorder(&recorder, || {
             let mut meters = Meters::new();
-            // Long before anything else here, as if it had been waiting all that time.
+            // As if the loop had waited for work for an hour.
             meters.since -= Duration::from_secs(3600);
             meters.woke();
             let times = StepTimes { forward: Duration::from_secs(2), sample: Duration::from_secs(1) };
             let sent = meters.sent();
             meters.delivered();
-            // And as if the device had taken an hour.
+            // As if the device had taken an hour.
             meters.since -= Duration::from_secs(3600);
             let ran = meters.ran(sent, times, StepSize { rows: 9, holes: 2, slots: 5 });
             meters.settled();
@@ -231,7 +234,7 @@ mod tests {
         assert_eq!(
             value(&text, "mainstem_request_decode_time_seconds_count"),
             2.0,
-            "a text's vector is not decoded"
+            "an embedding has no decode time"
         );
         assert_eq!(value(&text, "mainstem_request_time_per_output_token_seconds_count"), 1.0);
         let shuffles =

@@ -1,6 +1,8 @@
-//! The live part: who does what between a request's arrival and its last token.
+//! The actors between a request's arrival and its last token: intake, prefill, the KV manager, the decode
+//! loops and the device group.
 //!
-//! Invariant: messages are plain data, state has one owner, and only the decode loop issues device work.
+//! Invariant: messages are plain data, each piece of state has one owner, and only the decode loops issue
+//! device work.
 
 pub mod stream;
 

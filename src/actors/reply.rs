@@ -1,10 +1,10 @@
-//! The reply stream: a sequence's events as text. It turns ids into text that never ends amid a character,
-//! ends it at a stop string, keeps the place of each token in that text, and measures the request from the
-//! client's side. [`Replies`] are the reply streams of one request.
+//! The reply stream: converts a sequence's events to text. It detokenizes without splitting characters, ends
+//! the text at stop strings, tracks each token's offset in the text, and measures the request as the client
+//! sees it. [`ChoiceStreams`] are the reply streams of one request.
 //!
-//! Owned by the HTTP task; dropping it hangs up on the engine.
-//! Invariant: the texts of all pieces together are the reply, every token leaves exactly once, and the last
-//! thing that comes is an end or an error, once.
+//! Owned by the HTTP task; dropping it cancels the sequence.
+//! Invariant: the concatenated texts of all deltas are the reply, every token is emitted exactly once, and
+//! the last item is an end or an error, once.
 
 use super::stream::TokenStream;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
@@ -19,27 +19,27 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 use tracing::info;
 
-/// What is made of a sequence's events.
+/// Options for converting a sequence's events to text.
 #[derive(Clone, Debug, Default)]
 pub struct ReplySpec {
-    /// The prompt's text opens the reply.
+    /// Whether the reply starts with the prompt's text.
     pub echo: bool,
     /// Strings that end the reply; none is empty.
     pub stop: Arc<[String]>,
-    /// The stop string or token that ends the reply is part of it.
+    /// Whether the reply includes the stop string or token that ends it.
     pub keeps_stop: bool,
-    /// Special tokens are part of the text.
+    /// Whether the text includes special tokens.
     pub shows_special: bool,
 }
 
-/// A part of the reply.
+/// A part of the reply: text, and the tokens whose text is complete with it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
-    /// Whole characters; none where the piece's tokens have no text.
+    /// Whole characters; empty if the tokens have no text.
     pub text: String,
     pub tokens: Vec<PlacedToken>,
     pub origin: Origin,
-    /// Set in the last piece.
+    /// Why the reply ended; set in the last delta only.
     pub end: Option<End>,
 }
 
@@ -48,12 +48,12 @@ pub struct Piece {
 pub enum End {
     /// The engine ended the sequence.
     Engine(FinishReason),
-    /// This stop string came.
+    /// The reply contains this stop string.
     StopString(String),
 }
 
 impl End {
-    /// The word of the OpenAI API.
+    /// Returns the `finish_reason` of the OpenAI API.
     pub fn as_str(&self) -> &'static str {
         match self {
             End::Engine(reason) => reason.as_str(),
@@ -62,51 +62,54 @@ impl End {
     }
 }
 
-/// Whose tokens a piece carries.
+/// Whether a delta's tokens are from the prompt or generated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     Prompt,
     Answer,
 }
 
-/// A token and where its text begins.
+/// A token and the offset of its text in the reply.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacedToken {
     pub token: Token,
-    /// Characters (Unicode scalar values) of the reply before the first one that the token takes part in.
+    /// Number of characters (Unicode scalar values) of the reply before the first one that the token
+    /// contributes to.
     pub offset: usize,
 }
 
-/// What a request took, in tokens.
+/// Token counts of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
 }
 
-/// A sequence's events as text.
+/// Converts a sequence's events to text deltas.
 pub struct ReplyStream {
     events: TokenStream,
     detokenizer: Detokenizer,
     matcher: StopMatcher,
     stop: Arc<[String]>,
-    /// The stop string or token that ends the reply is part of it.
+    /// Whether the reply includes the stop string or token that ends it.
     keeps_stop: bool,
-    /// Generated tokens whose text is not searched for stop strings.
+    /// Number of leading generated tokens whose text is not searched for stop strings (`min_tokens`).
     unsearched: usize,
-    /// The prompt's tokens, while they are to be echoed from here: without log-probabilities the engine
+    /// The prompt's tokens while they are still to be echoed from here: without log-probabilities, the engine
     /// does not send them.
     unsent_prompt: Option<Arc<[u32]>>,
-    /// Tokens whose text has not left whole, each with the characters of the reply up to its end.
+    /// Tokens whose text is not emitted completely, each with the reply's length in characters up to the
+    /// token's end.
     held: VecDeque<(PlacedToken, usize)>,
-    /// Characters that tokens have given, and of these those that have left.
+    /// Characters decoded from tokens.
+    /// Characters emitted so far.
     chars: usize,
     left: usize,
     measure: Measure,
 }
 
 impl ReplyStream {
-    /// The reply to `request`, whose events are `events`. The request was taken in just now.
+    /// Creates the reply stream of `request`, which was just accepted, from its `events`.
     pub fn new(
         events: TokenStream,
         tokenizer: Arc<Tokenizer>,
@@ -134,7 +137,7 @@ impl ReplyStream {
         }
     }
 
-    /// The next piece; after the one with `end`, or an error, there is nothing more.
+    /// Polls for the next delta. There is nothing after the delta with `end`, or after an error.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Piece, RequestError>>> {
         if self.is_over() {
             return Poll::Ready(None);
@@ -144,17 +147,17 @@ impl ReplyStream {
             return Poll::Ready(Some(Ok(self.prompt_piece(prompt.iter().map(bare)))));
         }
         loop {
-            let piece = match ready!(self.events.poll_next(cx)) {
+            let delta = match ready!(self.events.poll_next(cx)) {
                 Some(TokenEvent::Prompt(tokens)) => Ok(self.prompt_piece(tokens.into_iter())),
                 Some(TokenEvent::Token(token)) => match self.answer_piece(token) {
-                    Some(piece) => Ok(piece),
+                    Some(delta) => Ok(delta),
                     None => continue,
                 },
                 Some(TokenEvent::Last(token)) => match self.ending_piece(token) {
-                    Some(piece) => Ok(piece),
+                    Some(delta) => Ok(delta),
                     None => continue,
                 },
-                // No part of a text.
+                // These events are not text.
                 Some(TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => continue,
                 Some(TokenEvent::Finished(reason)) => Ok(self.last_piece(reason)),
                 Some(TokenEvent::Failed(error)) => Err(self.fail(error)),
@@ -163,21 +166,21 @@ impl ReplyStream {
                     Err(self.fail(error))
                 }
             };
-            return Poll::Ready(Some(piece));
+            return Poll::Ready(Some(delta));
         }
     }
 
-    /// [`ReplyStream::poll_next`] as a future. One that is dropped before its answer loses nothing.
+    /// Returns the next delta; the polling form is [`ReplyStream::poll_next`]. Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<Piece, RequestError>> {
         poll_fn(|cx| self.poll_next(cx)).await
     }
 
-    /// Whether the end has been told.
+    /// Whether the end, or an error, has been returned.
     pub fn is_over(&self) -> bool {
         self.measure.is_over()
     }
 
-    /// Ends the reply, unless it is over, because of `error`, which is given back.
+    /// Ends the reply with `error`, unless it has ended, and returns the error.
     fn fail(&mut self, error: RequestError) -> RequestError {
         if !self.is_over() {
             self.measure.fail(&error);
@@ -186,19 +189,19 @@ impl ReplyStream {
         error
     }
 
-    /// Takes a generated token in. None if neither text nor a token can leave with it.
+    /// Processes a generated token. Returns `None` if neither text nor tokens can be emitted yet.
     fn answer_piece(&mut self, token: Token) -> Option<Piece> {
         self.measure.token(self.events.made_at());
-        let given = self.push(token);
-        let Searched { text, hit } = self.search(given);
+        let decoded = self.push(token);
+        let Searched { text, hit } = self.search(decoded);
         if let Some(index) = hit {
             return Some(self.stopped(text, index));
         }
-        let piece = self.piece(text, Origin::Answer);
-        (!piece.text.is_empty() || !piece.tokens.is_empty()).then_some(piece)
+        let delta = self.piece(text, Origin::Answer);
+        (!delta.text.is_empty() || !delta.tokens.is_empty()).then_some(delta)
     }
 
-    /// Looks for stop strings in more of the answer's text, if it is long enough for them.
+    /// Searches the next text of the answer for stop strings, once `min_tokens` are generated.
     fn search(&mut self, text: String) -> Searched {
         if self.measure.usage.completion_tokens > self.unsearched {
             self.matcher.push(text)
@@ -207,38 +210,38 @@ impl ReplyStream {
         }
     }
 
-    /// Takes the token in that ended the sequence. It has no part in the text, unless stops are kept.
+    /// Processes the token that ended the sequence. Its text is omitted, unless stops are included.
     fn ending_piece(&mut self, token: Token) -> Option<Piece> {
         if self.keeps_stop {
             return self.answer_piece(token);
         }
         self.measure.token(self.events.made_at());
-        // It leaves with the end.
+        // The token is emitted with the last delta.
         self.held.push_back((PlacedToken { token, offset: self.chars }, usize::MAX));
         None
     }
 
-    /// Takes a token in and gives the text that is certain with it.
+    /// Decodes a token, and returns the text that is final with it.
     fn push(&mut self, token: Token) -> String {
         let offset = self.chars;
         let text = self.detokenizer.push(token.id);
         self.chars += text.chars().count();
-        // Of a character that is not complete, the token is a part.
+        // A token that begins an incomplete character takes part in that character.
         let end = self.chars + usize::from(!self.detokenizer.holds_nothing());
         self.held.push_back((PlacedToken { token, offset }, end));
         text
     }
 
-    /// A piece of this text, with the tokens that have left whole with it.
+    /// Builds a delta of `text`, with the tokens whose text is complete with it.
     fn piece(&mut self, text: String, origin: Origin) -> Piece {
         self.left += text.chars().count();
-        let whole = self.held.iter().take_while(|(_, end)| *end <= self.left).count();
-        let tokens = self.held.drain(..whole).map(|(token, _)| token).collect();
+        let complete = self.held.iter().take_while(|(_, end)| *end <= self.left).count();
+        let tokens = self.held.drain(..complete).map(|(token, _)| token).collect();
         Piece { text, tokens, origin, end: None }
     }
 
-    /// The prompt. Its tokens leave with it; a character that it begins leaves with the token that completes
-    /// it.
+    /// Builds the delta of the prompt. It contains all prompt tokens; a character that the prompt leaves
+    /// incomplete is emitted with the token that completes it.
     fn prompt_piece(&mut self, tokens: impl Iterator<Item = Token>) -> Piece {
         let text: String = tokens.map(|token| self.push(token)).collect();
         let rest = self.piece(text, Origin::Prompt);
@@ -246,10 +249,11 @@ impl ReplyStream {
         Piece { tokens, ..rest }
     }
 
+    /// Builds the last delta: flushes the detokenizer and the stop matcher.
     fn last_piece(&mut self, reason: FinishReason) -> Piece {
         let rest = self.detokenizer.finish();
         self.chars += rest.chars().count();
-        // What was half a character may end a stop string too.
+        // The text of an incomplete character may complete a stop string, too.
         let (text, end) = match self.search(rest) {
             Searched { text, hit: Some(index) } => (text, End::StopString(self.stop[index].clone())),
             Searched { text, hit: None } => (text + &self.matcher.finish(), End::Engine(reason)),
@@ -259,7 +263,7 @@ impl ReplyStream {
         Piece { text, tokens, origin: Origin::Answer, end: Some(end) }
     }
 
-    /// The end by a stop string; the engine is hung up on.
+    /// Builds the last delta after a stop string was found, and cancels the sequence.
     fn stopped(&mut self, text: String, index: usize) -> Piece {
         let end = End::StopString(self.stop[index].clone());
         self.measure.end(end.as_str());
@@ -267,33 +271,35 @@ impl ReplyStream {
         Piece { text, tokens: self.take_held().collect(), origin: Origin::Answer, end: Some(end) }
     }
 
+    /// Takes all tokens that are not emitted yet.
     fn take_held(&mut self) -> impl Iterator<Item = PlacedToken> + use<> {
         std::mem::take(&mut self.held).into_iter().map(|(token, _)| token)
     }
 }
 
-/// What ends a request from outside: it is done when that happens, with the reason.
+/// A future that completes when the request must end early, with the reason.
 pub type Interrupt = Pin<Box<dyn Future<Output = RequestError>>>;
 
-/// The reply streams of one request: one for each choice.
+/// The reply streams of one request, one per choice.
 pub struct Replies {
     choices: Vec<ReplyStream>,
-    /// Prompts' tokens, each prompt counted once.
+    /// Number of prompt tokens, each prompt counted once.
     prompt_tokens: usize,
-    /// The choice that is asked first, so that none goes hungry.
+    /// Index of the choice that is polled first, so that polling is fair.
     turn: usize,
     over: bool,
     interrupt: Interrupt,
 }
 
 impl Replies {
-    /// `choices` for prompts of `prompt_tokens` tokens in all.
+    /// Creates the streams of a request from its `choices`, whose prompts have `prompt_tokens` tokens in
+    /// total.
     pub fn new(choices: Vec<ReplyStream>, prompt_tokens: usize, interrupt: Interrupt) -> Replies {
         Replies { choices, prompt_tokens, turn: 0, over: false, interrupt }
     }
 
-    /// The next piece, and the choice it belongs to. After every choice's end, or an error, which ends all of
-    /// them, there is nothing more.
+    /// Polls for the next delta and the index of its choice. There is nothing after the end of every choice,
+    /// or after an error, which ends all choices.
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<(usize, Piece), RequestError>>> {
         if self.over {
             return Poll::Ready(None);
@@ -301,9 +307,9 @@ impl Replies {
         let choices = self.choices.len();
         for index in (0..choices).map(|ahead| (self.turn + ahead) % choices) {
             match self.choices[index].poll_next(cx) {
-                Poll::Ready(Some(Ok(piece))) => {
+                Poll::Ready(Some(Ok(delta))) => {
                     self.turn = index + 1;
-                    return Poll::Ready(Some(Ok((index, piece))));
+                    return Poll::Ready(Some(Ok((index, delta))));
                 }
                 Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(self.fail(error)))),
                 Poll::Ready(None) | Poll::Pending => {}
@@ -317,26 +323,26 @@ impl Replies {
         Poll::Ready(Some(Err(self.fail(error))))
     }
 
-    /// [`Replies::poll_next`] as a future. One that is dropped before its answer loses nothing.
+    /// Returns the next delta; the polling form is [`ChoiceStreams::poll_next`]. Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<(usize, Piece), RequestError>> {
         poll_fn(|cx| self.poll_next(cx)).await
     }
 
-    /// Ends every choice because of `error`, which is given back.
+    /// Ends every choice with `error`, and returns it.
     fn fail(&mut self, error: RequestError) -> RequestError {
         self.over = true;
         self.choices.iter_mut().fold(error, |error, choice| choice.fail(error))
     }
 
-    /// Tokens so far.
+    /// Returns the token counts so far.
     pub fn usage(&self) -> Usage {
         let completion_tokens = self.choices.iter().map(|reply| reply.measure.usage.completion_tokens).sum();
         Usage { prompt_tokens: self.prompt_tokens, completion_tokens }
     }
 }
 
-/// A request's times and tokens, recorded as they come and summed up in one log line at the end, whichever
-/// end that is: a measure dropped without one is a client that hung up.
+/// Times and token counts of a request: recorded as metrics, and logged in one line at the end. Dropping it
+/// before the end counts as a disconnected client.
 pub struct Measure {
     id: Arc<str>,
     began: Instant,
@@ -349,7 +355,7 @@ pub struct Measure {
 }
 
 impl Measure {
-    /// Of a request that was taken in just now.
+    /// Starts measuring a request that was just accepted.
     pub fn new(request: &Request) -> Measure {
         Measure {
             id: request.id.clone(),
@@ -363,7 +369,7 @@ impl Measure {
         }
     }
 
-    /// The same, of several texts together.
+    /// Sets the number of prompt tokens, for a request of several inputs.
     pub fn of_tokens(mut self, prompt_tokens: usize) -> Measure {
         self.usage.prompt_tokens = prompt_tokens;
         self
@@ -373,7 +379,8 @@ impl Measure {
         self.over
     }
 
-    /// One more generated token, made at `now`: a client that reads late does not count.
+    /// Records a generated token. `now` is when it was produced, so that a client that reads late does not
+    /// count.
     fn token(&mut self, now: Instant) {
         let since = now.saturating_duration_since(self.last_token);
         match self.first_token_after {
@@ -387,7 +394,8 @@ impl Measure {
         self.usage.completion_tokens += 1;
     }
 
-    /// Why the engine let go without a word: time may be up, and it saw that first.
+    /// Returns the error for an event channel that the engine closed without an end: the engine may notice a
+    /// timeout first.
     pub fn why_gone(&self) -> RequestError {
         match self.time_limit {
             Some(limit) if self.began.elapsed() >= limit => {
@@ -397,7 +405,7 @@ impl Measure {
         }
     }
 
-    /// The request is over because of an error, unless it is over already.
+    /// Ends the request with an error, unless it has ended.
     pub fn fail(&mut self, error: &RequestError) {
         if !self.over {
             self.end(match error {
@@ -407,7 +415,8 @@ impl Measure {
         }
     }
 
-    /// The request is over: `reason` is a value of `finished_reason`.
+    /// Ends the request, and records and logs its metrics. `reason` is a value of the label
+    /// `finished_reason`.
     pub fn end(&mut self, reason: &'static str) {
         self.over = true;
         let took = self.began.elapsed();
@@ -424,7 +433,7 @@ impl Measure {
             completion_tokens,
             first_token_ms,
             took_ms = took.as_secs_f64() * 1e3,
-            "request over"
+            "request finished"
         );
     }
 }

@@ -1,7 +1,7 @@
-//! One request's tokens on their way through the actors.
+//! An admitted request on its way through the actors.
 //!
-//! Invariant: a sequence holds everything it was given (permit, lease, channel), so that dropping it gives
-//! everything back, wherever it is dropped.
+//! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
+//! releases all of them.
 
 use super::intake::Permit;
 use super::stream::EventSender;
@@ -9,7 +9,7 @@ use crate::memory::Lease;
 use crate::request::{Request, Task};
 use std::time::Instant;
 
-/// A sequence's name within the engine; ascending in the order of arrival.
+/// Identifies a sequence within the engine. Keys ascend in the order of admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(pub u64);
 
@@ -17,17 +17,17 @@ pub struct Key(pub u64);
 pub struct Sequence {
     pub key: Key,
     pub request: Request,
-    /// Where its tokens go; closed when the client is gone.
+    /// Sender of the sequence's events; closed when the client is gone.
     pub events: EventSender,
     /// The right to a slot.
     pub permit: Permit,
-    /// The right to its pages; prefill obtains it.
+    /// The sequence's KV pages; `None` until prefill has reserved them.
     pub lease: Option<Lease>,
     pub arrived: Instant,
 }
 
 impl Sequence {
-    /// Positions its own pages must have room for: prompt and answer.
+    /// Returns the number of positions that the sequence's own pages must hold: prompt plus generated tokens.
     pub fn positions(&self) -> usize {
         match self.request.task {
             Task::Generate => self.request.prompt.len() + self.request.max_tokens as usize,
@@ -35,7 +35,8 @@ impl Sequence {
         }
     }
 
-    /// Positions of its source that must stay until its end: cross-attention sees them with each token.
+    /// Returns the number of encoder positions whose keys and values stay cached until the sequence ends:
+    /// cross-attention reads them for each token.
     pub fn source_positions(&self) -> usize {
         match self.request.task {
             Task::Generate => self.request.source.len(),

@@ -1,48 +1,49 @@
-//! What the rest of the process may know about the engine without asking an actor: a few numbers.
+//! Shared status of the engine: a few numbers that the rest of the process reads without asking an actor.
 //!
-//! Invariant: the numbers are the actors' to write and anyone's to read. Two words come from outside and bind
-//! them: `draining` closes the door, `stopping` says that what ends now ends on purpose.
+//! Invariant: the actors write the numbers, and anyone may read them. Two flags are set from outside:
+//! `draining` refuses new requests, and `stopping` marks what ends from then on as intended.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Shared counters of the engine.
+/// Shared counters and flags of the engine.
 pub struct Status {
     started: Instant,
-    /// Requests in the waiting room.
+    /// Queued requests.
     pub waiting: AtomicUsize,
-    /// Requests holding permits: in prefill or decode.
+    /// Requests that hold permits: in prefill or decode.
     pub running: AtomicUsize,
-    /// Whether new requests are refused because the process is on its way out.
+    /// Whether new requests are refused because the process is shutting down.
     pub draining: AtomicBool,
     stopping: AtomicBool,
     failed: AtomicBool,
-    /// How long all may be well without a beat of a lane.
+    /// How long a lane with work may go without a heartbeat.
     quiet: Duration,
-    /// Milliseconds after `started` when the devices, which are being built again, should be back; `NOT_AWAY` while they
-    /// are there.
+    /// Milliseconds after `started` when the devices being rebuilt should be back; `NOT_REBUILDING` while
+    /// they are available.
     back_ms: AtomicU64,
-    /// Milliseconds after `started` when work last came where there was none, or devices where there were none.
+    /// Milliseconds after `started` when the engine last went from no work to some, or the devices last came
+    /// back.
     came_ms: AtomicU64,
     lanes: Vec<Lane>,
 }
 
-/// What is known of a lane.
+/// The status of a lane.
 #[derive(Default)]
 struct Lane {
-    /// Milliseconds after `started` when it last turned, or a step of it landed.
+    /// Milliseconds after `started` of the lane's last heartbeat.
     beat_ms: AtomicU64,
-    /// Whether it has sequences, so that it should beat.
+    /// Whether the lane has sequences, so that heartbeats are expected.
     works: AtomicBool,
 }
 
-/// The devices are there.
+/// Value of `rebuild_deadline_ms` while the devices are available.
 const NOT_AWAY: u64 = u64::MAX;
 
 impl Status {
-    /// Nothing in flight in so many lanes. `quiet`: how long all may be well without a beat of one: while requests gather,
-    /// and while steps take the time that they may take.
-    pub fn new(quiet: Duration, lanes: usize) -> Status {
+    /// Creates the status of an idle engine with `lanes` lanes. `allowed_silence` is how long a lane with
+    /// work may go without a heartbeat: while requests gather, and while steps take their allowed time.
+    pub fn new(allowed_silence: Duration, lanes: usize) -> Status {
         Status {
             started: Instant::now(),
             waiting: AtomicUsize::new(0),
@@ -50,41 +51,41 @@ impl Status {
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            quiet,
+            quiet: allowed_silence,
             back_ms: AtomicU64::new(NOT_AWAY),
             came_ms: AtomicU64::new(0),
             lanes: (0..lanes).map(|_| Lane::default()).collect(),
         }
     }
 
-    /// The decode loop of this lane turned, or heard of a step, just now, and has work.
+    /// Records a heartbeat of a lane with work: its decode loop started an iteration or processed a step.
     pub fn beat(&self, lane: usize) {
         let lane = &self.lanes[lane];
         lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
         lane.works.store(true, Ordering::Relaxed);
     }
 
-    /// This lane has nothing to do, and need not beat.
+    /// Records that a lane has no work, so that no heartbeats are expected.
     pub fn rest(&self, lane: usize) {
         let lane = &self.lanes[lane];
         lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
         lane.works.store(false, Ordering::Relaxed);
     }
 
-    /// The devices are built again, which may take that long. Until they are there the first word stands: another try
-    /// does not excuse the one that failed.
+    /// Records that the devices are being rebuilt, which may take `time`. While they are unavailable, further
+    /// calls do not extend the first deadline: a retry does not excuse the failed attempt.
     pub fn away_for(&self, time: Duration) {
         let (back, relaxed) = (self.now_ms() + time.as_millis() as u64, Ordering::Relaxed);
         let _ = self.back_ms.compare_exchange(NOT_AWAY, back, relaxed, relaxed);
     }
 
-    /// They are there. What waited for them begins now.
+    /// Records that the devices are available again. The stall clock restarts.
     pub fn back(&self) {
         self.came_ms.store(self.now_ms(), Ordering::SeqCst);
         self.back_ms.store(NOT_AWAY, Ordering::SeqCst);
     }
 
-    /// Intake's counts. Work that comes where there was none starts the clock anew.
+    /// Sets intake's counts. Going from no work to some restarts the stall clock.
     pub fn count(&self, waiting: usize, running: usize) {
         if self.pending() == 0 && waiting + running > 0 {
             self.came_ms.store(self.now_ms(), Ordering::Relaxed);
@@ -93,9 +94,9 @@ impl Status {
         self.running.store(running, Ordering::Relaxed);
     }
 
-    /// How long requests have been in flight without a beat of the lane that has them, beyond what may be; where no lane
-    /// has any, without a beat of whichever beat last. While the devices are built again, how much longer that takes than
-    /// it may.
+    /// Returns how long the engine has stalled, beyond the allowed time: with requests in flight, the time
+    /// since the oldest heartbeat among the lanes with work, or since the latest heartbeat if no lane has
+    /// work. While the devices are being rebuilt, the time since they should have been back.
     pub fn stalled_for(&self) -> Duration {
         let back = self.back_ms.load(Ordering::Relaxed);
         if back != NOT_AWAY {
@@ -115,7 +116,7 @@ impl Status {
         self.started.elapsed().as_millis() as u64
     }
 
-    /// Requests in flight, waiting or running.
+    /// Returns the number of requests in flight, queued or running.
     pub fn pending(&self) -> usize {
         self.waiting.load(Ordering::Relaxed) + self.running.load(Ordering::Relaxed)
     }
@@ -125,7 +126,7 @@ impl Status {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// What ends from here on ends on purpose.
+    /// Marks the engine as stopping: what ends from now on is intended.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
     }
@@ -135,12 +136,12 @@ impl Status {
         self.stopping.load(Ordering::Relaxed)
     }
 
-    /// The engine cannot serve any more.
+    /// Marks the engine as permanently failed.
     pub fn fail(&self) {
         self.failed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the engine can serve no more.
+    /// Whether the engine has permanently failed.
     pub fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }
@@ -163,7 +164,7 @@ mod tests {
         assert!(status.stalled_for() < Duration::from_secs(50), "the work is new");
         old_by(&mut status, Duration::from_secs(100));
         status.count(2, 1);
-        assert!(status.stalled_for() >= Duration::from_secs(99), "more work does not excuse it");
+        assert!(status.stalled_for() >= Duration::from_secs(99), "more work does not reset the clock");
         status.beat(0);
         assert!(status.stalled_for() < Duration::from_secs(50));
     }
@@ -176,20 +177,20 @@ mod tests {
         status.beat(1);
         old_by(&mut status, Duration::from_secs(100));
         status.beat(0);
-        assert!(status.stalled_for() >= Duration::from_secs(99), "the second stands still");
+        assert!(status.stalled_for() >= Duration::from_secs(99), "the second lane is stalled");
         status.rest(1);
-        assert!(status.stalled_for() < Duration::from_secs(50), "it has nothing to do");
+        assert!(status.stalled_for() < Duration::from_secs(50), "the second lane has no work");
         old_by(&mut status, Duration::from_secs(100));
         status.rest(0);
         assert!(
             status.stalled_for() < Duration::from_secs(50),
-            "who waits for a lane begins with the next turn"
+            "queued requests wait for the next iteration"
         );
         old_by(&mut status, Duration::from_secs(100));
-        assert!(status.stalled_for() >= Duration::from_secs(99), "but nobody turns");
+        assert!(status.stalled_for() >= Duration::from_secs(99), "but no lane iterates");
     }
 
-    /// Whether anybody waits for them or not: there is nothing to serve with.
+    /// The rebuild has its deadline whether requests are in flight or not.
     #[test]
     fn devices_that_are_built_again_have_their_time_for_it() {
         let mut status = Status::new(Duration::ZERO, 1);
@@ -200,15 +201,21 @@ mod tests {
         assert_eq!(status.stalled_for(), Duration::ZERO);
         status.beat(0);
         old_by(&mut status, Duration::from_secs(50));
-        assert!(status.stalled_for() >= Duration::from_secs(39), "who is turned away is no sign of life");
+        assert!(
+            status.stalled_for() >= Duration::from_secs(39),
+            "a heartbeat does not extend the rebuild deadline"
+        );
         status.away_for(Duration::from_secs(60));
-        assert!(status.stalled_for() >= Duration::from_secs(39), "nor is another try");
+        assert!(status.stalled_for() >= Duration::from_secs(39), "nor does another attempt");
         status.back();
-        assert!(status.stalled_for() < Duration::from_secs(10), "a step that waited for them begins now");
+        assert!(
+            status.stalled_for() < Duration::from_secs(10),
+            "a step that waited for the devices starts now"
+        );
         old_by(&mut status, Duration::from_secs(50));
-        assert!(status.stalled_for() >= Duration::from_secs(49), "but has to come to its end");
+        assert!(status.stalled_for() >= Duration::from_secs(49), "but it has to complete in time");
         status.away_for(Duration::from_secs(60));
-        assert_eq!(status.stalled_for(), Duration::ZERO, "the next time they have their time again");
+        assert_eq!(status.stalled_for(), Duration::ZERO, "the next rebuild has its own deadline");
     }
 
     #[test]

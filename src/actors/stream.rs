@@ -1,7 +1,7 @@
-//! The two ends of a sequence's event channel, and the message that opens one.
+//! The event channel of a sequence, and the message that submits requests.
 //!
-//! Invariant: dropping the [`TokenStream`] is the only way to cancel, and it is enough: whoever holds the
-//! [`EventSender`] sees it before it spends more work on the sequence.
+//! Invariant: dropping the [`TokenStream`] is the only way to cancel a sequence, and it is sufficient: the
+//! holder of the [`EventSender`] checks for it before it spends more work on the sequence.
 
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
@@ -9,8 +9,8 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 use tokio::sync::mpsc;
 
-/// Asks intake to take a group of requests in: all of them, or none. Answered at once with a stream for each;
-/// a stream whose request has to wait simply stays silent until then.
+/// Submits a group of requests to intake: all are accepted, or none. Intake replies at once with one stream
+/// per request; the stream of a queued request has no events until the request is admitted.
 #[derive(Message)]
 #[rtype(result = "Result<Vec<TokenStream>, RequestError>")]
 pub struct Submit {
@@ -18,109 +18,106 @@ pub struct Submit {
     pub standing: Standing,
 }
 
-/// Where a group stands in what its client asked for.
+/// Whether a group is new or continues an accepted one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// It is all of it, or the first part.
+    /// All of a client's requests, or the first part of them.
     New,
-    /// It follows on a part that was taken in: it takes the places of sequences that are through, and has been
-    /// promised its end.
+    /// A later part of requests whose first part was accepted. It replaces sequences that have finished, so
+    /// it is accepted even if the queue is full or the server is draining.
     Continued,
 }
 
-/// The server's way to the actors.
+/// The server's handle to the engine: submits requests to intake.
 #[derive(Clone)]
 pub struct IntakeHandle(pub Recipient<Submit>);
 
 impl IntakeHandle {
-    /// Hands a group of requests in, at least one. The answer is each one's stream of events, in order, or
-    /// why the group is refused.
+    /// Submits a new group of at least one request. Returns each request's event stream, in order, or the
+    /// reason why the group is refused.
     pub async fn submit(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
         self.send(requests, Standing::New).await
     }
 
-    /// Hands more in of what was taken in, no more than is through of it. Neither a full waiting room nor the
-    /// way out is in its way.
+    /// Submits a later part of an accepted group, with at most as many requests as have finished. A full
+    /// queue or a draining server does not refuse it.
     pub async fn go_on(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
         self.send(requests, Standing::Continued).await
     }
 
-    async fn send(
-        &self,
-        requests: Vec<Request>,
-        standing: Standing,
-    ) -> Result<Vec<TokenStream>, RequestError> {
-        assert!(!requests.is_empty(), "a group has a request, else this is a bug");
-        self.0.send(Submit { requests, standing }).await.unwrap_or(Err(RequestError::EngineGone))
+    async fn send(&self, requests: Vec<Request>, kind: Standing) -> Result<Vec<TokenStream>, RequestError> {
+        assert!(!requests.is_empty(), "a group has at least one request; anything else is a bug");
+        self.0.send(Submit { requests, standing: kind }).await.unwrap_or(Err(RequestError::EngineGone))
     }
 }
 
-/// The receiving end, held by the reply stream.
+/// The receiving end of an event channel, held by the reply stream.
 pub struct TokenStream {
     events: mpsc::UnboundedReceiver<(Instant, TokenEvent)>,
     made_at: Instant,
 }
 
 impl TokenStream {
-    /// The next event; `None` after the end has been told (or when the engine went away without a word).
+    /// Returns the next event; `None` after the last event, or when the engine dropped the sender without
+    /// one.
     pub async fn next(&mut self) -> Option<TokenEvent> {
-        let (made_at, event) = self.events.recv().await?;
-        self.made_at = made_at;
+        let (produced_at, event) = self.events.recv().await?;
+        self.made_at = produced_at;
         Some(event)
     }
 
-    /// [`TokenStream::next`] for who polls.
+    /// Polls for the next event; the async form is [`TokenStream::next`].
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
-        let event = ready!(self.events.poll_recv(cx)).map(|(made_at, event)| {
-            self.made_at = made_at;
+        let event = ready!(self.events.poll_recv(cx)).map(|(produced_at, event)| {
+            self.made_at = produced_at;
             event
         });
         Poll::Ready(event)
     }
 
-    /// Hangs up, as dropping does.
+    /// Cancels the sequence, as dropping the stream does.
     pub fn close(&mut self) {
         self.events.close();
     }
 
-    /// When the event that came last was made.
+    /// Returns when the last received event was produced.
     pub fn made_at(&self) -> Instant {
         self.made_at
     }
 }
 
-/// The sending end, held with the sequence. Events are bounded by prompt and `max_tokens`, so the channel
-/// needs no limit and sending never waits.
+/// The sending end of an event channel, held with the sequence. The number of events is bounded by the prompt
+/// length and `max_tokens`, so the channel is unbounded and sending never waits.
 #[derive(Clone, Debug)]
 pub struct EventSender {
     events: mpsc::UnboundedSender<(Instant, TokenEvent)>,
-    /// When the client is as good as gone, though its end be open: it may have stopped reading.
+    /// When the client is considered gone although its end is open: it may have stopped reading.
     deadline: Option<Instant>,
 }
 
 impl EventSender {
-    /// Nobody waits for what comes after `deadline`.
+    /// Sets the time after which the channel counts as closed.
     pub fn until(self, deadline: Option<Instant>) -> EventSender {
         EventSender { deadline, ..self }
     }
 
-    /// Sends an event made just now; one that nobody waits for any more is dropped.
+    /// Sends an event produced now. The event is dropped if the receiver is gone.
     pub fn send(&self, event: TokenEvent) {
         self.send_made(event, Instant::now());
     }
 
-    /// Sends an event made at `made_at`.
-    pub fn send_made(&self, event: TokenEvent, made_at: Instant) {
-        let _ = self.events.send((made_at, event));
+    /// Sends an event produced at `produced_at`.
+    pub fn send_made(&self, event: TokenEvent, produced_at: Instant) {
+        let _ = self.events.send((produced_at, event));
     }
 
-    /// Whether the client is gone, or its time is up.
+    /// Whether the client is gone or the deadline has passed.
     pub fn is_closed(&self) -> bool {
         self.events.is_closed() || self.deadline.is_some_and(|deadline| deadline <= Instant::now())
     }
 }
 
-/// A fresh channel.
+/// Creates an event channel.
 pub fn channel() -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
     (EventSender { events: tx, deadline: None }, TokenStream { events, made_at: Instant::now() })

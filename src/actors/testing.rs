@@ -1,4 +1,4 @@
-//! What the tests of the actors share: neighbours that only listen, requests, patience.
+//! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
 use super::intake::{Permit, Released};
 use super::sequence::{Key, Sequence};
@@ -9,7 +9,7 @@ use mainstem_kernels::{Share, StepLimits};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// Those of the smallest device that a test can ask for.
+/// Step limits of the smallest device that a test can use.
 pub const LIMITS: StepLimits = StepLimits {
     slots: 1,
     rows: 4,
@@ -24,15 +24,15 @@ pub const LIMITS: StepLimits = StepLimits {
     attended: Share::ALL,
 };
 
-/// Nothing a test waits for takes this long; whoever waits longer has found a hang.
+/// Timeout of everything that a test waits for; exceeding it means that something hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The future's result, or a failed test when it hangs.
+/// Returns the future's output, and fails the test on a timeout.
 pub async fn within<F: Future>(future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future).await.expect("something hangs")
+    tokio::time::timeout(PATIENCE, future).await.expect("the future completes within the timeout")
 }
 
-/// A neighbour that only listens.
+/// An actor that forwards every message it receives to the test.
 struct Ear<M>(UnboundedSender<M>);
 
 impl<M: Unpin + 'static> Actor for Ear<M> {
@@ -47,23 +47,25 @@ impl<M: Message<Result = ()> + Unpin + 'static> Handler<M> for Ear<M> {
     }
 }
 
-/// Where messages go to, and where they can be read.
+/// Starts a recording actor; returns its address, and the channel of the messages it receives.
 pub fn ear<M: Message<Result = ()> + Unpin + Send + 'static>() -> (Recipient<M>, UnboundedReceiver<M>) {
-    let (heard, messages) = unbounded_channel();
-    (Ear(heard).start().recipient(), messages)
+    let (sender, messages) = unbounded_channel();
+    (Ear(sender).start().recipient(), messages)
 }
 
+/// Returns the next recorded message.
 pub async fn next<M>(messages: &mut UnboundedReceiver<M>) -> M {
-    within(messages.recv()).await.expect("the ear is there")
+    within(messages.recv()).await.expect("the recording actor is running")
 }
 
+/// A greedy request of `prompt` prompt tokens that ignores end-of-sequence tokens.
 pub fn request(prompt: usize, max_tokens: u32) -> Request {
     Request { ignore_eos: true, ..Request::greedy("test", vec![3; prompt], max_tokens) }
 }
 
-/// An admitted request without pages, whose permit goes `home`, and its client.
-pub fn sequence(key: u64, request: Request, home: Recipient<Released>) -> (Box<Sequence>, TokenStream) {
+/// An admitted sequence without pages, and its client's stream. The permit is returned to `intake`.
+pub fn sequence(key: u64, request: Request, intake: Recipient<Released>) -> (Box<Sequence>, TokenStream) {
     let (events, stream) = channel();
-    let (key, permit, arrived) = (Key(key), Permit::new(home), Instant::now());
+    let (key, permit, arrived) = (Key(key), Permit::new(intake), Instant::now());
     (Box::new(Sequence { key, request, events, permit, lease: None, arrived }), stream)
 }

@@ -1,13 +1,13 @@
-//! `mainstem completions`: a script that completes this command line in a shell.
+//! `mainstem completions`: prints a shell completion script.
 //!
-//! Invariant: the script is made from the very definitions that the arguments are parsed by.
+//! Invariant: the script is generated from the definitions that parse the arguments.
 
 use anyhow::{Context, Result};
 use clap::{Args, Command};
 use clap_complete::Shell;
 use std::io::Write;
 
-/// Print a script that completes this command line in a shell.
+/// Print a shell completion script.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
@@ -15,11 +15,11 @@ Examples:
   mainstem completions zsh > ~/.zfunc/_mainstem
   mainstem completions fish > ~/.config/fish/completions/mainstem.fish")]
 pub struct CompletionsArgs {
-    /// The shell.
+    /// Shell to generate the script for.
     shell: Shell,
 }
 
-/// Prints the script for `command`.
+/// Prints the completion script of `command`.
 pub fn run(args: CompletionsArgs, command: &mut Command) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, command, command.get_name().to_string(), &mut script);

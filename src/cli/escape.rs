@@ -1,15 +1,16 @@
-//! What a model, a file or a server says, made harmless for a terminal.
+//! Escaping of text from a model, a file or a server for output to a terminal.
 //!
-//! Invariant: no control character comes through but line feed and tab, and of those none within a line.
+//! Invariant: [`visible`] lets no control character through but line feed and tab, and [`one_line`] none.
 
 use std::borrow::Cow;
 
-/// The text with its control characters spelled out: an escape sequence is shown, not obeyed.
+/// Escapes all control characters but line feed and tab, so that a terminal shows escape sequences instead of
+/// interpreting them.
 pub fn visible(text: &str) -> Cow<'_, str> {
     spelled_out(text, |c| c.is_control() && c != '\n' && c != '\t')
 }
 
-/// The same for what must stay on its line.
+/// Escapes all control characters, including line feed and tab, so that the text stays on one line.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     spelled_out(text, char::is_control)
 }
@@ -34,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn control_characters_are_spelled_out() {
+    fn control_characters_are_escaped() {
         assert_eq!(visible("\x1b[2Jgone\x07\r\x7f\u{9b}31m"), "\\x1b[2Jgone\\x07\\x0d\\x7f\\u{9b}31m");
         for c in (0..0xa0).filter_map(char::from_u32).filter(|c| !matches!(c, '\n' | '\t')) {
             assert!(!visible(&c.to_string()).contains(char::is_control), "{c:?}");

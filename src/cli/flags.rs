@@ -1,38 +1,39 @@
-//! The flags that subcommands share, in groups. A field has the name of the key that it sets, the dot an
-//! underscore.
+//! Groups of flags that subcommands share. A field is named like the configuration key that it sets, with an
+//! underscore for the dot.
 //!
-//! Invariant: flags only name values; what they may be is told by `config`, for every layer alike.
+//! Invariant: flags only pass values on; `config` validates them, like those of every other layer.
 
 use crate::config::Overrides;
 use clap::{Args, ValueHint};
 use mainstem_kernels::cpu::Isa;
 use std::path::PathBuf;
 
-/// What keys and values can be stored as.
+/// KV cache data types.
 pub const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"];
 
-/// What is known of the model beside its name.
+/// Model options other than its path.
 #[derive(Args)]
 #[command(next_help_heading = "Model")]
 pub struct ModelFlags {
-    /// Configuration file (TOML); config/mainstem.toml shows every key.
+    /// Configuration file (TOML); config/mainstem.toml lists all keys.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub config: Option<PathBuf>,
-    /// Specification to read the model by, instead of its own or the shipped one.
+    /// Model specification file, instead of the model's own or the built-in one.
     #[arg(long = "spec", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_spec: Option<String>,
-    /// Number formats to load matrices in, such as q4 or "head=q6,q4".
+    /// Number formats to load weight matrices in, such as q4 or "head=q6,q4".
     #[arg(long = "weights", value_name = "RULES")]
     model_weights: Option<String>,
-    /// Template that makes a prompt of a chat, instead of the model's own.
+    /// Chat template file, instead of the model's own template.
     #[arg(long = "chat-template", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_chat_template: Option<String>,
-    /// Who says how to sample when a request does not.
-    #[arg(long = "sampling-defaults", value_name = "WHOSE", value_parser = ["model", "neutral"])]
+    /// Source of default sampling parameters.
+    #[arg(long = "sampling-defaults", value_name = "SOURCE", value_parser = ["model", "neutral"])]
     model_sampling_defaults: Option<String>,
 }
 
 impl ModelFlags {
+    /// Adds the flags that are given.
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("model.spec", self.model_spec);
         overrides.set("model.weights", self.model_weights);
@@ -41,70 +42,71 @@ impl ModelFlags {
     }
 }
 
-/// Scheduler, cache and device.
+/// Options of the scheduler, the KV cache and the device.
 #[derive(Args)]
 #[command(next_help_heading = "Engine")]
 pub struct EngineFlags {
-    /// Sequences in the decode loop at once.
+    /// Maximum sequences decoded at once.
     #[arg(long = "slots", value_name = "N")]
     scheduler_slots: Option<u32>,
-    /// Requests that may wait for a slot.
+    /// Maximum queued requests.
     #[arg(long = "max-waiting", value_name = "N")]
     scheduler_max_waiting: Option<u32>,
-    /// Tokens of one step; more than slots.
+    /// Maximum batched tokens per step; must be greater than slots.
     #[arg(long = "token-budget", value_name = "N")]
     scheduler_token_budget: Option<u32>,
-    /// How requests share the device.
+    /// Batching policy.
     #[arg(long = "policy", value_name = "POLICY", value_parser = ["fused", "window", "concurrent"])]
     scheduler_policy: Option<String>,
-    /// Length of the window of policy "window", such as 4s.
+    /// Length of the batching window with policy "window", such as 4s.
     #[arg(long = "window", value_name = "TIME")]
     scheduler_window: Option<String>,
-    /// Close holes between slots.
-    #[arg(long = "shuffle", value_name = "SWITCH", value_parser = ["on", "off"])]
+    /// Close holes between slots when sequences finish.
+    #[arg(long = "shuffle", value_name = "MODE", value_parser = ["on", "off"])]
     scheduler_shuffle: Option<String>,
-    /// Steps in flight at once: a number, or auto, one for each stage.
+    /// Micro-batches in flight at once: a number, or auto for one per stage.
     #[arg(long = "lanes", value_name = "N")]
     scheduler_lanes: Option<String>,
-    /// Number format of keys and values.
+    /// KV cache data type.
     #[arg(long = "kv-type", visible_alias = "kv", value_name = "TYPE", value_parser = KV_TYPES)]
     kv_type: Option<String>,
-    /// Room for keys and values: auto, "65536 tokens" or 2GiB.
+    /// KV cache size: auto, "65536 tokens" or 2GiB.
     #[arg(long = "kv-size", value_name = "SIZE")]
     kv_size: Option<String>,
-    /// Token positions of one page.
-    #[arg(long = "page-positions", value_name = "N")]
-    kv_page_positions: Option<u32>,
-    /// Longest prompt and answer together, in tokens; 0 is the model's own limit.
+    /// KV page size in tokens.
+    #[arg(long = "page-size", alias = "page-positions", value_name = "TOKENS")]
+    kv_page_size: Option<u32>,
+    /// Maximum prompt and output length together, in tokens; 0 is the model's limit.
     #[arg(long = "max-context", value_name = "N")]
     kv_max_context: Option<u32>,
-    /// Share of its past whose values a drawn token takes, such as 0.1.
-    #[arg(long = "attended-share", value_name = "SHARE")]
-    kv_attended_share: Option<f64>,
-    /// What computes.
+    /// Fraction of cached values attended to per generated token, such as 0.1.
+    #[arg(long = "sparse-attention", alias = "attended-share", value_name = "FRACTION")]
+    kv_sparse_attention: Option<f64>,
+    /// Compute backend.
     #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
-    /// Longest time of a step, such as 60s; 0s is no limit.
+    /// Maximum duration of a step, such as 60s; 0s is unlimited.
     #[arg(long = "step-timeout", value_name = "TIME")]
     device_step_timeout: Option<String>,
-    /// Compute threads of each device; 0 divides the cores among them.
+    /// Compute threads per device; 0 divides the cores among the devices.
     #[arg(long = "threads", value_name = "N")]
     device_threads: Option<u32>,
-    /// Instruction set.
+    /// CPU instruction set.
     #[arg(long = "isa", value_name = "ISA", value_parser = Isa::ALL.map(Isa::name))]
     device_isa: Option<String>,
-    /// What products take activations as.
-    #[arg(long = "activations", value_name = "HOW", value_parser = ["fast", "f32"])]
+    /// Activation precision in matrix multiplications.
+    #[arg(long = "activations", value_name = "PRECISION", value_parser = ["fast", "f32"])]
     device_activations: Option<String>,
-    /// Time of a step of device "fake", such as 20ms.
+    /// Step time of the fake device, such as 20ms.
     #[arg(long = "fake-step", value_name = "TIME")]
     device_fake_step: Option<String>,
-    /// What each row adds to the time of such a step, such as 100us.
+    /// Additional step time per row on the fake device, such as 100us.
     #[arg(long = "fake-row", value_name = "TIME")]
     device_fake_row: Option<String>,
 }
 
 impl EngineFlags {
+    /// Adds the flags that are given.
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("scheduler.slots", self.scheduler_slots);
         overrides.set("scheduler.max_waiting", self.scheduler_max_waiting);
@@ -115,9 +117,9 @@ impl EngineFlags {
         overrides.set("scheduler.lanes", self.scheduler_lanes);
         overrides.set("kv.type", self.kv_type);
         overrides.set("kv.size", self.kv_size);
-        overrides.set("kv.page_positions", self.kv_page_positions);
+        overrides.set("kv.page_size", self.kv_page_size);
         overrides.set("kv.max_context", self.kv_max_context);
-        overrides.set("kv.attended_share", self.kv_attended_share);
+        overrides.set("kv.sparse_attention", self.kv_sparse_attention);
         overrides.set("device.kind", self.device_kind);
         overrides.set("device.step_timeout", self.device_step_timeout);
         overrides.set("device.threads", self.device_threads);
@@ -128,25 +130,26 @@ impl EngineFlags {
     }
 }
 
-/// Which devices hold which part of the model.
+/// Options for dividing a model among devices.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
 pub struct PartitionFlags {
-    /// Devices by stage: 0;1 by layers, 0&1 by tensors, "0&1;2&3" both.
+    /// Devices by stage: 0;1 splits layers, 0&1 splits tensors, "0&1;2&3" splits both.
     #[arg(long = "devices", value_name = "DEVICES")]
     device_groups: Option<String>,
     /// Layers of each stage, such as 20,20.
     #[arg(long = "layers", value_name = "NUMBERS")]
     device_layers: Option<String>,
-    /// How much of its stage each member takes, such as "2&1;1".
+    /// Relative share of each device in its stage, such as "2&1;1".
     #[arg(long = "shares", value_name = "NUMBERS")]
     device_shares: Option<String>,
-    /// How members share experts.
-    #[arg(long = "experts", value_name = "HOW", value_parser = ["column", "expert"])]
+    /// How the devices of a stage split a mixture of experts.
+    #[arg(long = "experts", value_name = "SPLIT", value_parser = ["column", "expert"])]
     device_experts: Option<String>,
 }
 
 impl PartitionFlags {
+    /// Adds the flags that are given.
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("device.groups", self.device_groups);
         overrides.set("device.layers", self.device_layers);
@@ -155,52 +158,53 @@ impl PartitionFlags {
     }
 }
 
-/// The HTTP server.
+/// Options of the HTTP server.
 #[derive(Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerFlags {
     /// Address to listen on.
     #[arg(long = "host", value_name = "ADDRESS", value_hint = ValueHint::Hostname)]
     server_host: Option<String>,
-    /// Port to listen on; 0 takes any that is free.
+    /// Port to listen on; 0 picks a free one.
     #[arg(long = "port", value_name = "PORT")]
     server_port: Option<u16>,
-    /// Name of the model in the API.
+    /// Model name in the API.
     #[arg(long = "served-model-name", value_name = "NAME")]
     model_served_name: Option<String>,
-    /// How an encoder makes one vector of a text.
-    #[arg(long = "pooling", value_name = "HOW", value_parser = ["auto", "mean", "cls", "last"])]
+    /// How an encoder pools token vectors into one embedding.
+    #[arg(long = "pooling", value_name = "METHOD", value_parser = ["auto", "mean", "cls", "last"])]
     model_pooling: Option<String>,
-    /// Bring vectors to length 1.
-    #[arg(long = "normalize", value_name = "SWITCH", value_parser = ["auto", "yes", "no"])]
+    /// L2-normalize embeddings.
+    #[arg(long = "normalize", value_name = "MODE", value_parser = ["auto", "yes", "no"])]
     model_normalize: Option<String>,
-    /// Key that clients must send; may be repeated. Others on the machine can see it.
+    /// API key that clients must send; repeatable. Visible to other users of the machine.
     #[arg(long = "api-key", value_name = "KEY")]
     server_api_keys: Option<Vec<String>>,
-    /// File with such keys, one in a line.
+    /// File with API keys, one per line.
     #[arg(long = "api-key-file", value_name = "FILE", value_hint = ValueHint::FilePath)]
     server_api_key_file: Option<String>,
-    /// Origin whose pages may use the API, or *; may be repeated.
+    /// Origin allowed to use the API from a browser, or *; repeatable.
     #[arg(long = "cors-origin", value_name = "ORIGIN", value_hint = ValueHint::Url)]
     server_cors_origins: Option<Vec<String>>,
-    /// Certificate (PEM) to speak HTTPS with.
+    /// TLS certificate file (PEM).
     #[arg(long = "tls-cert", value_name = "FILE", value_hint = ValueHint::FilePath)]
     server_tls_cert: Option<String>,
-    /// Private key (PEM) of the certificate.
+    /// TLS private key file (PEM).
     #[arg(long = "tls-key", value_name = "FILE", value_hint = ValueHint::FilePath)]
     server_tls_key: Option<String>,
-    /// Longest time of a request, such as 10m; 0s is no limit.
+    /// Maximum duration of a request, such as 10m; 0s is unlimited.
     #[arg(long = "request-timeout", value_name = "TIME")]
     server_request_timeout: Option<String>,
-    /// Time for requests in flight at shutdown, such as 30s.
+    /// Time for requests in flight to finish at shutdown, such as 30s.
     #[arg(long = "drain-timeout", value_name = "TIME")]
     scheduler_drain_timeout: Option<String>,
-    /// HTTP threads.
+    /// HTTP worker threads.
     #[arg(long = "workers", value_name = "N")]
     server_workers: Option<u32>,
 }
 
 impl ServerFlags {
+    /// Adds the flags that are given.
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("server.host", self.server_host);
         overrides.set("server.port", self.server_port.map(i64::from));
@@ -218,12 +222,12 @@ impl ServerFlags {
     }
 }
 
-/// The log.
+/// Options of the log.
 #[derive(Args)]
 #[command(next_help_heading = "Log")]
 pub struct LogFlags {
-    /// Form of log lines.
-    #[arg(long, value_name = "FORM", value_parser = ["text", "json"])]
+    /// Log format.
+    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"])]
     log_format: Option<String>,
     /// Log level or filter directives.
     #[arg(long, value_name = "LEVEL")]
@@ -231,6 +235,7 @@ pub struct LogFlags {
 }
 
 impl LogFlags {
+    /// Adds the flags that are given.
     pub fn add_to(self, overrides: &mut Overrides) {
         overrides.set("log.format", self.log_format);
         overrides.set("log.level", self.log_level);
@@ -248,7 +253,7 @@ mod tests {
         Cli::command().find_subcommand("serve").expect("there is serve").clone()
     }
 
-    /// What sets `key` in `serve`: a flag, or its place.
+    /// Returns the argument of `serve` that sets `key`: a flag, or a positional argument's name.
     fn argument(serve: &Command, key: &str) -> Option<String> {
         let id = key.replace('.', "_");
         let named = |arg: &Arg| match arg.get_long() {
@@ -258,23 +263,23 @@ mod tests {
         serve.get_arguments().find(|arg| arg.get_id() == id.as_str()).map(named)
     }
 
-    /// Each argument is a row of the page, and each row of the page a key.
+    /// Each argument has a row in the page, and each row of the page is a key.
     #[test]
     fn the_page_has_every_key_with_its_flag() {
         let serve = serve();
         let tables = reference(|key| argument(&serve, key));
         let page = include_str!("../../docs/configuration.md");
-        let (_, shown) = page.split_once("\n## Keys\n").expect("the page has a part for the keys");
+        let (_, shown) = page.split_once("\n## Keys\n").expect("the page has a section for the keys");
         assert_eq!(shown, tables, "docs/configuration.md differs from config::reference()");
         for arg in serve.get_arguments().filter(|arg| arg.get_id() != "config") {
             let flag = arg.get_long().map_or("`MODEL`".to_string(), |flag| format!("`--{flag}`"));
-            assert!(tables.contains(&flag), "{flag} is no key's");
+            assert!(tables.contains(&flag), "{flag} sets no key");
         }
     }
 
-    /// What a flag offers is what its key takes.
+    /// Every value that a flag lists is accepted by its key.
     #[test]
-    fn every_word_of_a_flag_is_accepted() {
+    fn every_listed_value_of_a_flag_is_accepted() {
         let serve = serve();
         let words: Vec<(&Arg, PossibleValue)> = serve
             .get_arguments()
@@ -291,7 +296,7 @@ mod tests {
         }
     }
 
-    /// Long help is for pages; here a line must do.
+    /// Each flag has a one-line help text; the documentation has the details.
     #[test]
     fn every_flag_is_explained_in_a_line() {
         for arg in serve().get_arguments() {

@@ -1,7 +1,7 @@
-//! The command line: one file for each subcommand, and the flags they share.
+//! Command line: one module per subcommand, and the flags they share.
 //!
-//! Invariant: the exit code is 2 when the command line is at fault, 130 when Ctrl-C ended what was asked, and
-//! 1 when anything else went wrong.
+//! Invariant: the exit code is 2 for an error in the command line, 130 after an interruption by Ctrl-C, and 1
+//! for any other failure.
 
 pub mod start;
 
@@ -32,10 +32,11 @@ use std::process::ExitCode;
 const USAGE: u8 = 2;
 const FAILURE: u8 = 1;
 
-/// What a shell gives for a program that a SIGINT ended.
+/// Exit code that shells report for a program ended by SIGINT.
 const INTERRUPTED: u8 = 130;
 
-/// Writes `what` a command has to tell to standard output. Whoever reads no further has seen enough.
+/// Writes a command's output to stdout. A closed pipe is not an error. `what` names the output in other
+/// errors.
 fn print(what: &str, text: &str) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
@@ -43,23 +44,23 @@ fn print(what: &str, text: &str) -> Result<()> {
     }
 }
 
-/// Serves transformer models: one fused decode loop for all live requests.
+/// Serve, run and measure transformer models.
 #[derive(Parser)]
 #[command(
     name = "mainstem",
     version,
     after_help = "\
 Examples:
-  mainstem run                                      chat with the demo model that is built in
-  mainstem run path/to/model \"Why is the sky blue?\" one answer, then end
-  mainstem serve hf:owner/name --port 8000          the OpenAI API before a model of the hub
-  mainstem inspect path/to/model                    what it is made of, and the memory it needs
-  mainstem bench path/to/model                      how fast it is here
-  mainstem perplexity path/to/model --text FILE     how well it foretells a text
-  mainstem plan --partition path/to/model           how fast it would be on several devices
-  mainstem quantize path/to/model OUT --weights q4  the same model in a third of the memory
+  mainstem run                                      chat with the built-in demo model
+  mainstem run path/to/model \"Why is the sky blue?\" answer one prompt
+  mainstem serve hf:owner/name --port 8000          serve a hub model with the OpenAI API
+  mainstem inspect path/to/model                    show architecture and memory requirements
+  mainstem bench path/to/model                      measure speed on this machine
+  mainstem perplexity path/to/model --text FILE     measure perplexity on a text
+  mainstem plan --partition path/to/model           predict speed on several devices
+  mainstem quantize path/to/model OUT --weights q4  quantize to about a third of the size
 
-mainstem COMMAND --help has more of each."
+Run mainstem COMMAND --help for the options of a command."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -78,7 +79,7 @@ enum Command {
     Completions(completions::CompletionsArgs),
 }
 
-/// Does what the process's arguments say.
+/// Parses the process's arguments and runs the subcommand. Returns the exit code.
 pub fn run() -> ExitCode {
     let succeeded = |()| ExitCode::SUCCESS;
     let outcome = match Cli::parse().command {
@@ -94,7 +95,8 @@ pub fn run() -> ExitCode {
     outcome.unwrap_or_else(|error| exit_code(&error))
 }
 
-/// Says what went wrong, once, with its causes. Names and texts in it may be a file's or a server's.
+/// Prints an error with its causes to stderr and returns its exit code. Control characters are escaped,
+/// because the message may quote a file or a server.
 fn exit_code(error: &anyhow::Error) -> ExitCode {
     eprintln!("error: {}", escape::visible(&format!("{error:#}")));
     let config = error.downcast_ref::<ConfigError>();

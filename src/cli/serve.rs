@@ -1,7 +1,7 @@
-//! `mainstem serve`: the engine and the HTTP server before it, from start to shutdown.
+//! `mainstem serve`: runs the engine and its HTTP server, from start to shutdown.
 //!
-//! Invariant: nothing is loaded before the configuration is known to be good, the files and the port that it names
-//! included.
+//! Invariant: nothing is loaded before the configuration is checked, including the files and the port that it
+//! names.
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags, ServerFlags};
 use super::{spinner, start};
@@ -19,17 +19,17 @@ use tracing::info;
 
 /// Serve a model over HTTP.
 ///
-/// Values come from the built-in defaults, then from the configuration file, then from the environment
-/// (MAINSTEM_SERVER_PORT is server.port), then from these flags.
+/// Values come from the built-in defaults, the configuration file, environment variables
+/// (MAINSTEM_SERVER_PORT sets server.port) and these flags; later ones override earlier ones.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  mainstem serve                                    the demo model that is built in
+  mainstem serve                                    serve the built-in demo model
   mainstem serve path/to/model --port 8000 --slots 64
   mainstem serve hf:owner/name@main --host 0.0.0.0 --api-key-file keys.txt
   MAINSTEM_SERVER_PORT=8000 mainstem serve path/to/model --config my.toml")]
 pub struct ServeArgs {
-    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model_path: Option<String>,
     #[command(flatten)]
@@ -45,7 +45,7 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// The configuration file, if one is named, and what goes before it.
+    /// Returns the configuration file, if given, and the flags that override it.
     pub(super) fn layers(mut self) -> (Option<PathBuf>, Overrides) {
         let file = self.model.config.take();
         let mut flags = Overrides::default();
@@ -59,7 +59,7 @@ impl ServeArgs {
     }
 }
 
-/// Reads the arguments and serves until a signal ends the process.
+/// Serves with the given arguments until a signal ends the process.
 pub fn run(args: ServeArgs) -> Result<()> {
     let (file, flags) = args.layers();
     let config = Config::of_process(file.as_deref(), flags)?;
@@ -73,7 +73,7 @@ async fn serve(config: Config) -> Result<()> {
     let place = Place::take(config.server.clone())?;
     let loading = async {
         let prepared = start::prepare(&config).await?;
-        // Before the engine, so that what loading records has a place.
+        // Before the engine starts, so that metrics recorded while loading are kept.
         telemetry::install(Some(prepared.name()));
         prepared.start().await
     };
@@ -85,16 +85,16 @@ async fn serve(config: Config) -> Result<()> {
     let server = place.serve(ServeParts::from(&engine))?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
     match ending {
-        // Waits for the device, which is idle.
+        // Stopping waits for the device, which is idle.
         Ending::Drained => engine.stop(),
-        // The device may never answer; the process ends without it.
-        Ending::TimedOut => bail!("requests in flight were cut off: scheduler.drain_timeout is over"),
+        // The device may never complete its step; the process exits without it.
+        Ending::TimedOut => bail!("requests in flight were cut off: scheduler.drain_timeout has elapsed"),
         Ending::Cut => bail!("requests in flight were cut off by a second signal"),
     }
     Ok(())
 }
 
-/// SIGTERM and SIGINT, as they come.
+/// Returns a channel that receives a message per SIGTERM or SIGINT.
 fn stop_signals() -> Result<UnboundedReceiver<()>> {
     let listen = |kind| signal(kind).context("cannot listen for signals");
     let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
@@ -172,7 +172,7 @@ mod tests {
     fn every_flag_of_the_engine_reaches_its_value() {
         let config = config_of(
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
-             --kv-type bf16 --kv-size 99tokens --page-positions 64 --max-context 10 \
+             --kv-type bf16 --kv-size 99tokens --page-size 64 --max-context 10 --sparse-attention 0.5 \
              --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
              --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 --fake-step 20ms --fake-row 100us",
         );
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!((scheduler.shuffle, scheduler.lanes), (false, Lanes::Number(3)));
         let kv = config.kv;
         assert_eq!((kv.ty, kv.size, kv.page_positions), (QuantType::BF16, KvSize::Tokens(99), 64));
-        assert_eq!(kv.max_context, Some(10));
+        assert_eq!((kv.max_context, kv.attended.of(100)), (Some(10), 50));
         assert_eq!(config.model.weights, Weights::parse("head=q6,q4").unwrap());
         let device = config.device;
         assert_eq!((device.threads, device.isa, device.inputs), (11, Isa::Portable, Inputs::Plain));
@@ -191,5 +191,11 @@ mod tests {
         assert_eq!(spelled(&device.groups), "fake:0&fake:1;fake:2");
         assert_eq!((device.layers, device.shares), (vec![2, 1], vec![vec![3, 1], vec![1]]));
         assert_eq!((device.experts, device.step_timeout), (Experts::Expert, Some(Duration::from_secs(9))));
+    }
+
+    #[test]
+    fn deprecated_flags_are_accepted() {
+        let current = config_of("--page-size 64 --sparse-attention 0.5");
+        assert_eq!(config_of("--page-positions 64 --attended-share 0.5"), current);
     }
 }

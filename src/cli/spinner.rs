@@ -1,7 +1,7 @@
-//! A sign of life for work that takes a while, with how far it is where that is known; and the log's way past it.
+//! Progress spinner for long operations, and a stderr writer for the log that does not disturb it.
 //!
-//! Invariant: drawn on a terminal's standard error only, and gone when the work is over. No line of the log is
-//! mixed with it.
+//! Invariant: the spinner is drawn only if stderr is a terminal and is removed when the operation ends. Log
+//! lines never mix with it.
 
 use crate::model::progress::Progress;
 use indicatif::{HumanBytes, ProgressBar, ProgressState, ProgressStyle};
@@ -11,23 +11,24 @@ use std::time::Duration;
 
 const TICK: Duration = Duration::from_millis(100);
 
-/// The one that turns.
+/// The spinner that is shown, if any.
 static TURNING: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
 fn turning() -> MutexGuard<'static, Option<ProgressBar>> {
     TURNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Turns until it is dropped. There is one at a time.
+/// A spinner that is shown until it is dropped. Only one is shown at a time.
 pub struct Spinner(ProgressBar);
 
 impl Spinner {
-    /// Begins to turn before `message`.
+    /// Shows a spinner with `message`.
     pub fn start(message: &'static str) -> Spinner {
         Spinner::turn(message, style("{spinner} {msg}"))
     }
 
-    /// The same, and behind the message how far it is. Off a terminal the log tells it.
+    /// Shows a spinner with `message` and the progress so far. If stderr is not a terminal, the log reports
+    /// the progress instead.
     pub fn measured(message: &'static str, progress: Arc<Progress>) -> Spinner {
         if io::stderr().is_terminal() {
             progress.show();
@@ -50,7 +51,7 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("the template is well formed; anything else is a bug")
 }
 
-/// How far it is; nothing before anything is expected.
+/// Formats the progress; empty while the total is unknown.
 fn told(progress: &Progress) -> String {
     match progress.so_far() {
         (_, 0) => String::new(),
@@ -65,7 +66,7 @@ impl Drop for Spinner {
     }
 }
 
-/// Standard error; the spinner makes room for what is written.
+/// Standard error that hides the spinner while it writes.
 pub struct Stderr;
 
 impl Write for Stderr {
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn how_far_it_is_stands_there_once_something_is_expected() {
+    fn progress_is_shown_once_a_total_is_known() {
         let progress = Progress::default();
         assert_eq!(told(&progress), "");
         progress.expect(4096);

@@ -1,19 +1,20 @@
-//! The tokens of a vocabulary that are ordinary text, for what needs tokens and not their sense: prompts to measure
-//! with, and the answers of the fake device.
+//! Ordinary text tokens of a vocabulary, for uses where the meaning does not matter: benchmark prompts and
+//! the output of the fake device.
 //!
-//! Invariant: no list is empty, and none has a token that steers the model or ends a text unless there is no other.
+//! Invariant: no list is empty, and none contains a special or end token unless the vocabulary has no others.
 
 use crate::model::ModelSource;
 use crate::text::Tokenizer;
 
-/// Tokens that neither steer the model nor end a text. A vocabulary without any is taken as a whole.
+/// Returns the tokens that are neither special nor end tokens; all tokens if there are none.
 pub fn ordinary(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
     let is_ordinary = |id: &u32| !tokenizer.is_special(*id) && !source.eos.contains(id);
     let ids = 0..source.spec.vocab as u32;
     or_else(ids.clone().filter(is_ordinary).collect(), || ids.collect())
 }
 
-/// Ordinary tokens that are words with a space before them; failing these, parts of words; failing these, all.
+/// Returns the ordinary tokens that are a space followed by ASCII letters; if there are none, those of
+/// letters only; if there are none either, all ordinary tokens.
 pub fn words(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
     let ordinary = ordinary(source, tokenizer);
     let chosen = |is_chosen: fn(&[u8]) -> bool| -> Vec<u32> {
@@ -41,7 +42,7 @@ mod tests {
     use crate::model::ModelRef;
 
     #[test]
-    fn words_are_letters_after_a_space_and_end_nothing() {
+    fn words_are_letters_after_a_space_and_not_end_tokens() {
         let (source, tokenizer) = open(&ModelRef::Demo, None).unwrap();
         let words = words(&source, &tokenizer);
         assert!(words.len() > 20, "{}", words.len());
@@ -52,7 +53,7 @@ mod tests {
         }
     }
 
-    /// Bytes have no words among them, but letters.
+    /// A byte vocabulary has no words, but letters.
     #[test]
     fn without_words_there_are_letters() {
         let (source, _) = open(&ModelRef::Demo, None).unwrap();

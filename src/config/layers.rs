@@ -1,28 +1,29 @@
-//! Settings laid over each other: the defaults, then a file, the environment, the command line. A layer is
-//! read into keys with their values; whoever comes later replaces a value and who is to blame for it.
+//! Configuration layers: the defaults, then a file, the environment, and the command line. Each layer is
+//! parsed into keys with values. A later layer replaces a value together with its source.
 //!
-//! Invariant: only keys of the defaults are ever set, and every value knows where it was said.
+//! Invariant: only keys of the defaults are ever set, and every value carries its source.
 
-use super::DEFAULTS;
+use super::{DEFAULTS, aliases};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
+use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 use strsim::levenshtein;
 use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-/// Where a value was set; later ones go before earlier ones.
+/// The source of a value. Later variants override earlier ones.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Source {
     Defaults,
-    /// A file, at a line (from 1) unless the file as a whole is meant.
+    /// A file, at a line (from 1), or as a whole if `line` is `None`.
     File {
         path: PathBuf,
         line: Option<usize>,
     },
-    /// The variable's name.
+    /// An environment variable, by name.
     Environment(String),
     CommandLine,
 }
@@ -39,7 +40,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// What is wrong with the configuration, and where it was said.
+/// An error in the configuration, with the source of the offending value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{origin}: {message}")]
 pub struct ConfigError {
@@ -47,8 +48,8 @@ pub struct ConfigError {
     pub message: String,
 }
 
-/// What a subcommand brings along: the flags it was given, above every other layer, and defaults of its own,
-/// beneath every other but the defaults of all.
+/// Values from a subcommand: its flags, which override every other layer, and its own defaults, which replace
+/// the general defaults and are overridden by all other layers.
 #[derive(Clone, Default)]
 pub struct Overrides {
     flags: Vec<(&'static str, Value)>,
@@ -56,17 +57,17 @@ pub struct Overrides {
 }
 
 impl Overrides {
-    /// Sets `key` (such as `server.port`) if there is a value.
+    /// Sets `key` (such as `server.port`) from a flag if `value` is `Some`.
     pub fn set(&mut self, key: &'static str, value: Option<impl Into<Value>>) {
         self.flags.extend(value.map(|value| (key, value.into())));
     }
 
-    /// Whether a flag says what `key` is.
+    /// Whether a flag sets `key`.
     pub fn sets(&self, key: &str) -> bool {
         self.flags.iter().any(|(set, _)| *set == key)
     }
 
-    /// The value of `key` if no layer says another.
+    /// Sets the subcommand's default of `key`.
     pub fn set_default(&mut self, key: &'static str, value: impl Into<Value>) {
         self.defaults.push((key, value.into()));
     }
@@ -74,43 +75,60 @@ impl Overrides {
 
 const PREFIX: &str = "MAINSTEM_";
 
-/// Names the configuration file when no flag does.
+/// Environment variable that names the configuration file if no flag does.
 pub const CONFIG_VARIABLE: &str = "MAINSTEM_CONFIG";
 
-/// The environment variable that sets `key`: `server.port` is `MAINSTEM_SERVER_PORT`.
+/// Returns the environment variable that sets `key`: `MAINSTEM_SERVER_PORT` for `server.port`.
 pub fn variable(key: &str) -> String {
     format!("{PREFIX}{}", key.replace('.', "_").to_uppercase())
 }
 
-/// The variables that are meant for this program, by name.
+/// Environment variables with this program's prefix, by name.
 pub(super) type Environment = BTreeMap<String, OsString>;
 
-/// What the process was started with.
+/// Returns the process's environment variables that start with `MAINSTEM_`.
 pub(super) fn process_environment() -> Environment {
     let named = std::env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value));
     named.filter(|(name, _)| name.starts_with(PREFIX)).collect()
 }
 
-/// Values that no message may show.
+/// Keys whose values are never shown in messages.
 const SECRETS: [&str; 1] = ["server.api_keys"];
 
-/// Every key with its default, and what has been said over it.
+/// All keys with their defaults, and the values that layers set over them.
 pub(super) struct Settings {
     defaults: BTreeMap<String, Value>,
-    set: BTreeMap<String, (Source, Value)>,
+    set: BTreeMap<String, SetValue>,
+}
+
+/// A value that a layer sets.
+struct SetValue {
+    origin: Source,
+    /// The key as written: the key itself or a deprecated spelling of it.
+    spelling: String,
+    value: Value,
+}
+
+impl SetValue {
+    /// Whether one layer sets the same key under two spellings to different values.
+    fn contradicts(&self, other: &SetValue) -> bool {
+        let is_same_layer = discriminant(&self.origin) == discriminant(&other.origin);
+        is_same_layer && self.spelling != other.spelling && self.value != other.value
+    }
 }
 
 impl Settings {
+    /// Settings with the defaults only.
     pub fn new() -> Settings {
-        let said = read(DEFAULTS).expect("the defaults are valid TOML; anything else is a bug");
-        let keys = said.into_iter().filter_map(|(_, said)| match said {
+        let entries = read(DEFAULTS).expect("the defaults are valid TOML; anything else is a bug");
+        let keys = entries.into_iter().filter_map(|(_, entry)| match entry {
             Said::Key(key, value) => Some((key, value)),
             Said::Section(_) | Said::Bare(_) => None,
         });
         Settings { defaults: keys.collect(), set: BTreeMap::new() }
     }
 
-    /// Puts the subcommand's own defaults in the place of those of all.
+    /// Replaces general defaults by those of the subcommand.
     pub fn add_defaults(&mut self, overrides: &Overrides) {
         for (key, value) in &overrides.defaults {
             let default = self.defaults.get_mut(*key);
@@ -119,6 +137,7 @@ impl Settings {
         }
     }
 
+    /// Adds the layer of the file at `path`.
     pub fn add_file(&mut self, path: &Path) -> Result<(), ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|e| ConfigError {
             origin: Source::File { path: path.to_path_buf(), line: None },
@@ -127,16 +146,16 @@ impl Settings {
         self.add_text(path, &text)
     }
 
-    /// Adds what the file `path` says.
+    /// Adds the layer of a file at `path` that contains `text`.
     pub fn add_text(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
         let at = |line| Source::File { path: path.to_path_buf(), line: Some(line) };
-        let said = read(text).map_err(|(line, message)| ConfigError { origin: at(line), message })?;
-        for (line, said) in said {
-            match said {
+        let entries = read(text).map_err(|(line, message)| ConfigError { origin: at(line), message })?;
+        for (line, entry) in entries {
+            match entry {
                 Said::Key(key, value) => self.set(&key, at(line), value)?,
                 Said::Section(name) => self.know_section(&name, at(line))?,
                 Said::Bare(name) if self.sections().any(|section| section == name) => {
-                    let message = format!("'{name}' is a section: its keys stand under [{name}]");
+                    let message = format!("'{name}' is a section; its keys belong under [{name}]");
                     return Err(ConfigError { origin: at(line), message });
                 }
                 Said::Bare(name) => return Err(self.unknown_key(&name, at(line))),
@@ -145,54 +164,79 @@ impl Settings {
         Ok(())
     }
 
+    /// Adds the layer of environment variables.
     pub fn add_environment(&mut self, environment: Environment) -> Result<(), ConfigError> {
         for (name, text) in environment {
-            let key = self.defaults.keys().find(|key| variable(key) == name).cloned();
-            let key = key.ok_or_else(|| self.unknown_variable(&name))?;
+            let key = self.key_of(&name).ok_or_else(|| self.unknown_variable(&name))?;
             let origin = Source::Environment(name);
             match text.into_string() {
                 Ok(text) => {
-                    let value = value_of(text, &self.defaults[&key]);
-                    self.set.insert(key, (origin, value));
+                    let value = value_of(text, &self.defaults[aliases::resolve(&key)]);
+                    self.set(&key, origin, value)?;
                 }
-                Err(_) => return Err(ConfigError { origin, message: format!("{key}: is not UTF-8") }),
+                Err(_) => {
+                    return Err(ConfigError { origin, message: format!("{key}: the value is not UTF-8") });
+                }
             }
         }
         Ok(())
     }
 
+    /// Returns the key, or its deprecated spelling, that the environment variable `name` sets.
+    fn key_of(&self, name: &str) -> Option<String> {
+        let mut spellings = self.defaults.keys().map(String::as_str).chain(aliases::deprecated());
+        spellings.find(|spelling| variable(spelling) == name).map(str::to_string)
+    }
+
+    /// Adds the layer of command-line flags.
     pub fn add_flags(&mut self, flags: Overrides) -> Result<(), ConfigError> {
         flags.flags.into_iter().try_for_each(|(key, value)| self.set(key, Source::CommandLine, value))
     }
 
-    fn set(&mut self, key: &str, origin: Source, value: Value) -> Result<(), ConfigError> {
+    /// Sets the key that `spelling` names. Fails for an unknown key, and if the same layer already sets the
+    /// key to a different value under another spelling.
+    fn set(&mut self, spelling: &str, origin: Source, value: Value) -> Result<(), ConfigError> {
+        let key = aliases::resolve(spelling);
         if !self.defaults.contains_key(key) {
-            return Err(self.unknown_key(key, origin));
+            return Err(self.unknown_key(spelling, origin));
         }
-        self.set.insert(key.to_string(), (origin, value));
-        Ok(())
+        let set = SetValue { origin, spelling: spelling.to_string(), value };
+        match self.set.get(key) {
+            Some(earlier) if earlier.contradicts(&set) => {
+                let message = format!(
+                    "{} = {} and {spelling} = {} are two names of the same setting; use {key} only",
+                    earlier.spelling, earlier.value, set.value
+                );
+                Err(ConfigError { origin: set.origin, message })
+            }
+            _ => {
+                self.set.insert(key.to_string(), set);
+                Ok(())
+            }
+        }
     }
 
-    /// The value of `key` as `parse` reads it.
+    /// Returns the value of `key`, parsed by `parse`. An error of `parse` becomes one at the value's source.
     pub fn get<T>(&self, key: &str, parse: impl Fn(&Value) -> Result<T, String>) -> Result<T, ConfigError> {
         parse(self.find(key).1).map_err(|reason| self.fault(key, &reason))
     }
 
-    /// Who set `key`.
+    /// Returns the source of `key`'s value.
     pub fn source(&self, key: &str) -> Source {
         self.find(key).0
     }
 
-    /// The error that blames who set `key`.
+    /// Returns an error about the value of `key`, with its source and, unless it is secret, the value.
     pub fn fault(&self, key: &str, reason: &str) -> ConfigError {
         let (origin, value) = self.find(key);
         let shown = if SECRETS.contains(&key) { "(hidden)".to_string() } else { value.to_string() };
-        ConfigError { origin, message: format!("{key} = {shown}: {reason}") }
+        let spelling = self.set.get(key).map_or(key, |set| &set.spelling);
+        ConfigError { origin, message: format!("{spelling} = {shown}: {reason}") }
     }
 
     fn find(&self, key: &str) -> (Source, &Value) {
         match (self.set.get(key), self.defaults.get(key)) {
-            (Some((source, value)), _) => (source.clone(), value),
+            (Some(set), _) => (set.origin.clone(), &set.value),
             (None, Some(value)) => (Source::Defaults, value),
             (None, None) => panic!("'{key}' is not in the defaults; this is a bug"),
         }
@@ -224,25 +268,25 @@ impl Settings {
         ConfigError { origin: Source::Environment(name.to_string()), message }
     }
 
-    /// Every key.
+    /// All keys.
     #[cfg(test)]
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.defaults.keys().map(String::as_str)
     }
 }
 
-/// What a TOML text says in one place.
+/// An entry of a TOML text.
 enum Said {
-    /// A section begins.
+    /// A section header, by name.
     Section(String),
-    /// `section.name` has a value.
+    /// A key, as `section.name`, with its value.
     Key(String, Value),
-    /// A name that is no section's has a value.
+    /// A top-level name with a value, outside of any section.
     Bare(String),
 }
 
-/// All that `text` says, by line, from the top; or what is wrong with it, and in which line. Of the text
-/// itself nothing is shown: it may hold secrets.
+/// Parses a TOML text into its entries with their line numbers (from 1), in order. An error has its line
+/// number too; its message never quotes the text, which may contain secrets.
 fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
     let line_at = |offset: usize| 1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count();
     let document = DeTable::parse(text)
@@ -268,9 +312,9 @@ fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
     Ok(all)
 }
 
-/// What a variable's text says for a key with this default: a text where the key takes one; a list in
-/// TOML's form or with commas; else a value in TOML's form. What cannot be read stays a text, and is
-/// refused as one.
+/// Parses an environment variable by the type of its key's default: a string is taken as is, a list may be in
+/// TOML's syntax or comma-separated, and anything else is in TOML's syntax. Text that does not parse stays a
+/// string, which the key's own parser then rejects.
 fn value_of(text: String, default: &Value) -> Value {
     let trimmed = text.trim();
     match default {
@@ -282,13 +326,13 @@ fn value_of(text: String, default: &Value) -> Value {
     }
 }
 
-/// `section.name` in its two parts.
+/// Splits `section.name` into its two parts.
 fn split(key: &str) -> (&str, &str) {
     key.split_once('.').unwrap_or(("", key))
 }
 
-/// The one of `keys` that was most likely meant by `word`: near it as a whole, near with its section left
-/// out, or near in another section.
+/// Returns the key most similar to `word`, by edit distance: as a whole, with the section omitted, or in
+/// another section.
 fn nearest<'a>(word: &str, keys: impl Iterator<Item = &'a str>) -> &'a str {
     let undotted = word.replace('.', "_");
     let cost = |key: &str| {
@@ -312,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_told_with_its_line_and_the_nearest() {
+    fn an_unknown_key_is_reported_with_its_line_and_the_nearest() {
         assert_eq!(
             error_of("# A comment\n[server]\n\nprot = 1"),
             "some.toml:4: there is no key 'server.prot'; the nearest is 'server.port'"
@@ -332,14 +376,14 @@ mod tests {
     }
 
     #[test]
-    fn a_section_that_is_none_is_told() {
-        let message = "'server' is a section: its keys stand under [server]";
+    fn a_section_name_used_as_a_key_is_reported() {
+        let message = "'server' is a section; its keys belong under [server]";
         assert_eq!(error_of("server = 1"), format!("some.toml:1: {message}"));
         assert_eq!(error_of("\n[[server]]\nport = 1"), format!("some.toml:2: {message}"));
     }
 
     #[test]
-    fn what_is_no_toml_is_told_with_its_line_but_not_shown() {
+    fn invalid_toml_is_reported_with_its_line_but_not_shown() {
         assert_eq!(error_of("[server]\nport = 1\nport = 2"), "some.toml:3: duplicate key");
         assert!(error_of("[kv]\n[server]\n[kv]").starts_with("some.toml:3: "));
         for toml in [
@@ -362,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_variable_is_told_with_the_nearest() {
+    fn an_unknown_variable_is_reported_with_the_nearest() {
         for (name, nearest) in [
             ("MAINSTEM_SERVER_PROT", "MAINSTEM_SERVER_PORT"),
             ("MAINSTEM_PORT", "MAINSTEM_SERVER_PORT"),
@@ -378,7 +422,8 @@ mod tests {
 
     #[test]
     fn no_two_keys_share_a_variable() {
-        let mut variables: Vec<_> = Settings::new().keys().map(variable).collect();
+        let mut variables: Vec<_> =
+            Settings::new().keys().chain(aliases::deprecated()).map(variable).collect();
         let keys = variables.len();
         variables.push(CONFIG_VARIABLE.into());
         variables.sort();
@@ -387,9 +432,9 @@ mod tests {
     }
 
     #[test]
-    fn variables_are_read_as_the_key_wants_them() {
+    fn variables_are_parsed_by_the_type_of_their_key() {
         let mut settings = Settings::new();
-        // What a file said wrongly does not change how the variable over it is read.
+        // A value of the wrong type in a file does not change how the variable over it is parsed.
         settings.add_text(Path::new("f"), "[server]\nport = \"x\"").unwrap();
         let variables = environment(&[
             ("MAINSTEM_SERVER_PORT", " 81 "),
@@ -410,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn later_layers_go_before_earlier_ones_and_are_blamed() {
+    fn later_layers_override_earlier_ones_and_are_the_source() {
         let mut settings = Settings::new();
         let text = "[server]\nport = 1\nworkers = 1\nhost = \"a\"\n";
         settings.add_text(Path::new("some.toml"), text).unwrap();

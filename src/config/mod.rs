@@ -1,10 +1,12 @@
-//! The typed configuration. Layers (the defaults, a file, the environment, the command line) are laid over
-//! each other, then each key is read once, checked once, and put into the struct of the one who consumes it.
-//! The defaults are `config/mainstem.toml` itself, compiled in, so that they are written in one place.
+//! Typed configuration. Layers (the defaults, a file, the environment, the command line) are merged, then
+//! each key is parsed and checked once and stored in the struct of its consumer. The defaults are the file
+//! `config/mainstem.toml`, compiled in, so that they are written in one place.
 //!
-//! Invariant: past this module no value is unchecked, and of keys, flags and `MAINSTEM_` variables nothing is read.
-//! A file that a value names is opened by its consumer, at start and before the weights.
+//! Invariant: all values outside this module are checked, and no other module reads keys or `MAINSTEM_`
+//! variables. A file that a value names is opened by its consumer, at start and before the weights are
+//! loaded.
 
+mod aliases;
 mod devices;
 mod layers;
 mod reference;
@@ -24,10 +26,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use values::{duration, integer, log_level, one_of, some_duration, some_text, text, whole_seconds};
 
-/// The commented file that holds every key with its default.
+/// Text of `config/mainstem.toml`: every key with its default and a comment.
 pub const DEFAULTS: &str = include_str!("../../config/mainstem.toml");
 
-/// All that can be configured, by consumer.
+/// The complete configuration, by consumer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     pub model: ModelConfig,
@@ -39,66 +41,67 @@ pub struct Config {
     pub log: LogConfig,
 }
 
-/// What is served.
+/// Options of the served model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// A folder or a file, or `hf:owner/name[@revision]`; empty is the embedded demo model.
+    /// A folder or a file, or `hf:owner/name[@revision]`; empty for the built-in demo model.
     pub path: String,
-    /// Specification to read it by; `None` is the folder's own, else the shipped one for its type.
+    /// Specification file; `None` uses the folder's own, else the built-in one for the model type.
     pub spec: Option<PathBuf>,
-    /// Template of chat prompts; `None` is the model's own.
+    /// Chat template file; `None` uses the model's own.
     pub chat_template: Option<PathBuf>,
     pub sampling_defaults: SamplingDefaultsFrom,
-    /// In which number formats matrices are loaded.
+    /// Number formats in which matrices are loaded.
     pub weights: Weights,
-    /// The name in the API; empty is the model's own.
+    /// Model name in the API; empty for the model's own.
     pub served_name: String,
-    /// How an encoder's states become one vector; `None` is as the model's files say.
+    /// How an encoder's token states are pooled into one embedding; `None` follows the model's files.
     pub pooling: Option<Pooling>,
-    /// Whether vectors are brought to length 1; `None` is as the model's files say.
+    /// Whether embeddings are L2-normalized; `None` follows the model's files.
     pub normalize: Option<bool>,
 }
 
-/// Who says how to sample when a request does not.
+/// Source of default sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SamplingDefaultsFrom {
     /// The model's generation_config.json.
     Model,
-    /// Nobody: temperature 1, nothing cut off.
+    /// Temperature 1, without truncation.
     Neutral,
 }
 
-/// For `server/`.
+/// Options of the HTTP server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServerConfig {
     pub host: String,
-    /// 0 takes any free port.
+    /// 0 picks a free port.
     pub port: u16,
-    /// HTTP threads; at least 1.
+    /// HTTP worker threads; at least 1.
     pub workers: usize,
-    /// Longest request body.
+    /// Maximum size of a request body.
     pub body_limit_bytes: usize,
     /// How long an idle connection stays open.
     pub keep_alive: Duration,
-    /// Longest silence on a stream before a comment is sent.
+    /// Idle time of an event stream after which a comment is sent.
     pub stream_comment_interval: Duration,
-    /// Age of the decode loop's last turn from which on requests in flight count as stuck.
+    /// Time since the decode loop's last iteration after which requests in flight count as stalled.
     pub stalled_after: Duration,
-    /// Whole seconds, at least 1.
+    /// Value of the Retry-After header, in whole seconds; at least 1.
     pub retry_after: Duration,
-    /// Longest time of a request from its arrival to its end; `None` is as long as it takes.
+    /// Maximum time from a request's arrival to its end; `None` is unlimited.
     pub request_timeout: Option<Duration>,
-    /// Those who may use the API. With none, here and in `api_key_file`, everybody may.
+    /// Accepted API keys. If there are none here and in `api_key_file`, no key is required.
     pub api_keys: ApiKeys,
-    /// More of them.
+    /// File with further API keys.
     pub api_key_file: Option<KeyFile>,
-    /// Origins whose pages may use the API: `scheme://host[:port]`, or "*" alone. With none, no page may.
+    /// Origins allowed to use the API: `scheme://host[:port]`, or "*" alone. If empty, no cross-origin
+    /// request is.
     pub cors_origins: Vec<String>,
-    /// Speak TLS with these; `None` is plain HTTP.
+    /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
 }
 
-/// Keys that clients must show. Not empty each, of printable ASCII; what prints it shows only how many.
+/// API keys, each non-empty printable ASCII. The `Debug` form shows only their number.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ApiKeys(pub Vec<String>);
 
@@ -108,17 +111,17 @@ impl fmt::Debug for ApiKeys {
     }
 }
 
-/// A file of keys, one in a line, which is only opened where keys are of use.
+/// A file of API keys, one per line. It is opened only where keys are checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyFile {
     pub path: PathBuf,
-    /// Who named it.
+    /// Source of the path.
     origin: Source,
 }
 
 impl ServerConfig {
-    /// Every key, those of the file as it is now included. A file that cannot be read, or holds none, is the
-    /// fault of who named it.
+    /// Returns all API keys, including the current ones of the key file. If the file cannot be read or has no
+    /// key, the error has the source of its path.
     pub fn keys(&self) -> Result<ApiKeys, ConfigError> {
         let mut keys = self.api_keys.0.clone();
         if let Some(KeyFile { path, origin }) = &self.api_key_file {
@@ -134,53 +137,53 @@ impl ServerConfig {
 
 const API_KEY_FILE: &str = "server.api_key_file";
 
-/// PEM files.
+/// PEM files for TLS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The certificate, and those between it and a root.
+    /// The certificate with its intermediate certificates.
     pub cert: PathBuf,
     pub key: PathBuf,
 }
 
-/// For intake, prefill and decode.
+/// Options of intake, prefill and decode.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerConfig {
-    /// Sequences in the decode loop at once; at least 1.
+    /// Maximum number of sequences decoded at once; at least 1.
     pub slots: usize,
-    /// Requests that may wait beside those that run.
+    /// Maximum number of queued requests, in addition to the running ones.
     pub max_waiting: usize,
-    /// Rows of one step; more than `slots`.
+    /// Maximum rows of one step; more than `slots`.
     pub token_budget: usize,
     pub policy: Policy,
-    /// Close holes between slots.
+    /// Whether holes between slots are closed.
     pub shuffle: bool,
     pub lanes: Lanes,
-    /// Time for the requests in flight at shutdown.
+    /// How long requests in flight may take to finish at shutdown.
     pub drain_timeout: Duration,
 }
 
-/// How many lanes there are: windows of slots that have steps in flight at once.
+/// The number of lanes. A lane is a range of slots whose micro-batch has one step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lanes {
-    /// As many as stages.
+    /// One lane per stage.
     ByStages,
-    /// So many; at least 1.
+    /// A fixed number; at least 1.
     Number(usize),
 }
 
-/// How requests share the device.
+/// Batching policy: how requests share the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// New requests join the running batch at the next step.
     Fused,
-    /// Requests gathered for `window` run as one batch to its end.
+    /// Requests that arrive within `window` run as one batch to completion.
     Window { window: Duration },
-    /// Every request steps alone.
+    /// Each request runs its own steps.
     Concurrent,
 }
 
 impl Policy {
-    /// The word that sets it.
+    /// The policy's name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Policy::Fused => "fused",
@@ -190,88 +193,90 @@ impl Policy {
     }
 }
 
-/// For the KV cache.
+/// Options of the KV cache.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvConfig {
+    /// Data type of cached keys and values.
     pub ty: QuantType,
-    /// Token positions of one page; a multiple of [`PAGE_UNIT`].
+    /// Tokens per page; a multiple of [`PAGE_UNIT`].
     pub page_positions: usize,
     pub size: KvSize,
-    /// Longest sequence, in tokens; `None` is the model's own limit.
+    /// Maximum sequence length in tokens; `None` is the model's own limit.
     pub max_context: Option<usize>,
-    /// Of the positions before a drawn token's, how many give it their values.
+    /// Fraction of cached values attended to per generated token.
     pub attended: Share,
 }
 
-/// Page sizes are multiples of this many positions.
+/// Unit of the KV page size, in tokens: page sizes are multiples of it.
 pub const PAGE_UNIT: usize = 32;
 
-/// How much room keys and values get.
+/// Size of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvSize {
-    /// Token positions.
+    /// A number of tokens.
     Tokens(usize),
     Bytes(u64),
-    /// Every slot can hold a whole context, if memory allows.
+    /// Room for a sequence of full context length in every slot, if memory allows.
     Fitting,
 }
 
-/// For the devices.
+/// Options of the devices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceConfig {
-    /// At least one stage, each with at least one member.
+    /// The stages, at least one, each with at least one device.
     pub groups: Groups,
-    /// Layers of each stage, encoder's and decoder's together; empty is by speed, and memory where devices have their own.
+    /// Layers per stage, encoder and decoder layers together; if empty, they are divided by speed, and by
+    /// memory where devices have their own.
     pub layers: Vec<usize>,
-    /// How much of its stage each member takes, in proportion; at least 1. Empty is the same for all.
+    /// Relative share of its stage per rank, at least 1; if empty, all shares are equal.
     pub shares: Vec<Vec<u32>>,
     pub experts: Experts,
-    /// How long the group may take for a step; `None` is as long as it takes.
+    /// Maximum time of a step; `None` is unlimited.
     pub step_timeout: Option<Duration>,
-    /// Compute threads of each device; at least 1.
+    /// Compute threads per device; at least 1.
     pub threads: usize,
     pub isa: Isa,
-    /// What products with coded weights take activations as.
+    /// Activation precision in GEMMs with quantized or bf16 weights.
     pub inputs: Inputs,
 }
 
 impl DeviceConfig {
-    /// All devices, stage by stage.
+    /// Iterates over all devices, stage by stage, in rank order.
     pub fn devices(&self) -> impl Iterator<Item = &DeviceName> {
         self.groups.iter().flatten()
     }
 
-    /// How much each member of a stage takes, in proportion.
+    /// Returns the relative shares of a stage's ranks.
     pub fn shares_of(&self, stage: usize) -> Vec<u32> {
         self.shares.get(stage).cloned().unwrap_or_else(|| vec![1; self.groups[stage].len()])
     }
 
-    /// The same devices in other groups, with layers and shares left to the program.
+    /// Returns this configuration with other groups and the automatic split of layers and shares.
     pub fn regrouped(&self, groups: &[Vec<DeviceName>]) -> DeviceConfig {
         DeviceConfig { groups: groups.to_vec(), layers: Vec::new(), shares: Vec::new(), ..self.clone() }
     }
 
-    /// Whether layers and shares are as they would be if nothing was said of them.
+    /// Whether layers and shares are the defaults.
     pub fn is_left_open(&self) -> bool {
         self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
     }
 }
 
-/// How the members of a stage share a mixture of experts.
+/// How the ranks of a stage split a mixture of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Experts {
-    /// Each has a part of every expert.
+    /// Each rank has a part of every expert.
     Column,
-    /// Each has some of them.
+    /// Each rank has some of the experts.
     Expert,
 }
 
-/// Which backend computes.
+/// Compute backend of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     Cpu,
     Reference,
-    /// No arithmetic: a step takes `step`, and `row` for each of its rows.
+    /// No arithmetic: a step takes `step` plus `row` for each of its rows.
     Fake {
         step: Duration,
         row: Duration,
@@ -279,7 +284,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// The word that names it.
+    /// The backend's name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             DeviceKind::Cpu => "cpu",
@@ -289,17 +294,17 @@ impl DeviceKind {
     }
 }
 
-/// For downloads. Tokens are the hub's own business and stay out of the configuration.
+/// Options of hub downloads. Access tokens are not part of the configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HubSettings {
-    /// Folder for what was downloaded; `None` is what the environment says (HF_HUB_CACHE, HF_HOME), else the
-    /// usual place in the user's home.
+    /// Download folder; `None` follows the environment (HF_HUB_CACHE, HF_HOME), else it is the usual folder
+    /// in the user's home.
     pub cache: Option<PathBuf>,
-    /// Address; `None` is what the environment says (HF_ENDPOINT), else the public hub.
+    /// Hub URL; `None` follows the environment (HF_ENDPOINT), else it is the public hub.
     pub endpoint: Option<String>,
 }
 
-/// For the log.
+/// Options of the log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogConfig {
     pub format: LogFormat,
@@ -307,7 +312,7 @@ pub struct LogConfig {
     pub level: String,
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
     Text,
@@ -315,14 +320,14 @@ pub enum LogFormat {
 }
 
 impl Config {
-    /// The defaults (those of `flags` first), under the file if one is named, under the flags. The environment
-    /// has no say.
+    /// Loads the configuration from the defaults (those of `flags` replace the general ones), `file` if
+    /// given, and the flags. The environment is ignored.
     pub fn load(file: Option<&Path>, flags: Overrides) -> Result<Config, ConfigError> {
         Config::layered(file, Environment::new(), flags)
     }
 
-    /// As [`Config::load`], with the process's environment between file and flags. Without `file` it may
-    /// name the file.
+    /// Loads the configuration like [`Config::load`], with the process's environment between file and flags.
+    /// If `file` is `None`, the variable `MAINSTEM_CONFIG` may name the file.
     pub fn of_process(file: Option<&Path>, flags: Overrides) -> Result<Config, ConfigError> {
         Config::layered(file, layers::process_environment(), flags)
     }
@@ -358,7 +363,7 @@ impl Settings {
     }
 
     fn model(&self) -> Result<ModelConfig, ConfigError> {
-        let whose = [("model", SamplingDefaultsFrom::Model), ("neutral", SamplingDefaultsFrom::Neutral)];
+        let sources = [("model", SamplingDefaultsFrom::Model), ("neutral", SamplingDefaultsFrom::Neutral)];
         let poolings = Pooling::ALL.map(|pooling| (pooling.name(), Some(pooling)));
         let poolings = [&[("auto", None)], &poolings[..]].concat();
         let normalize = [("auto", None), ("yes", Some(true)), ("no", Some(false))];
@@ -366,7 +371,7 @@ impl Settings {
             path: self.get("model.path", text)?,
             spec: self.get("model.spec", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
-            sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &whose))?,
+            sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
             weights: self.get("model.weights", |v| Weights::parse(&text(v)?))?,
             served_name: self.get("model.served_name", text)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
@@ -399,8 +404,8 @@ impl Settings {
         let (cert, key) = ("server.tls_cert", "server.tls_key");
         match (self.get(cert, values::path)?, self.get(key, values::path)?) {
             (Some(cert), Some(key)) => Ok(Some(TlsFiles { cert, key })),
-            (Some(_), None) => Err(self.fault(cert, "needs server.tls_key beside it")),
-            (None, Some(_)) => Err(self.fault(key, "needs server.tls_cert beside it")),
+            (Some(_), None) => Err(self.fault(cert, "requires server.tls_key")),
+            (None, Some(_)) => Err(self.fault(key, "requires server.tls_cert")),
             (None, None) => Ok(None),
         }
     }
@@ -424,8 +429,8 @@ impl Settings {
         })
     }
 
-    /// With no row to spare beside the decode rows, prompts would never be read. Of the two keys, the one
-    /// that was set later is blamed.
+    /// Returns slots and token budget. The budget must exceed the slots: with all rows taken by decode,
+    /// prompts would never be processed. An error is attributed to the key that a later layer set.
     fn slots_and_token_budget(&self) -> Result<(usize, usize), ConfigError> {
         let (slots_key, budget_key) = ("scheduler.slots", "scheduler.token_budget");
         let slots = self.get(slots_key, |v| integer(v, 1, 1 << 16))?;
@@ -445,10 +450,10 @@ impl Settings {
         let max_context = self.get("kv.max_context", |v| integer(v, 0, 1 << 32))?;
         Ok(KvConfig {
             ty: self.get("kv.type", |v| one_of(v, &types))?,
-            page_positions: self.get("kv.page_positions", values::page_positions)?,
+            page_positions: self.get("kv.page_size", values::page_positions)?,
             size: self.get("kv.size", values::kv_size)?,
             max_context: (max_context > 0).then_some(max_context),
-            attended: self.get("kv.attended_share", values::share)?,
+            attended: self.get("kv.sparse_attention", values::share)?,
         })
     }
 
@@ -490,17 +495,17 @@ impl Settings {
     }
 }
 
-/// A duration, as every layer writes it: `250ms`.
+/// Parses a duration in the configuration's syntax, such as `250ms`.
 pub fn duration_of(text: &str) -> Result<Duration, String> {
     duration(&text.into())
 }
 
-/// A number of bytes, as every layer writes it: `4MiB`.
+/// Parses a number of bytes in the configuration's syntax, such as `4MiB`.
 pub fn bytes_of(text: &str) -> Result<u64, String> {
     values::size(&text.into(), 1)
 }
 
-/// The cores that each CPU device gets when they are divided among all.
+/// Returns the cores per CPU device when they are divided evenly; at least 1.
 fn cores_each(groups: &Groups) -> usize {
     let computing = groups.iter().flatten().filter(|device| device.kind == DeviceKind::Cpu).count();
     (cores() / computing.max(1)).max(1)
@@ -540,7 +545,7 @@ mod tests {
         Config::layered(None, environment, Overrides::default())
     }
 
-    /// A file that is gone with the test.
+    /// A temporary file, removed on drop.
     struct Scratch(PathBuf);
 
     impl Scratch {
@@ -621,8 +626,8 @@ mod tests {
         assert_eq!(defaults(), expected);
     }
 
-    /// Each key of the file reaches the configuration: a wrong type there is told by its name, from a file
-    /// and from the environment.
+    /// Each key of the file reaches the configuration: a value of the wrong type is reported with the key's
+    /// name.
     #[test]
     fn every_key_of_the_file_is_read() {
         let settings = Settings::new();
@@ -635,7 +640,7 @@ mod tests {
         assert_eq!(settings.keys().count(), DEFAULTS.lines().filter(|line| line.contains(" = ")).count());
     }
 
-    /// Each key can be set from the environment, in the words of the file.
+    /// Each key can be set from the environment, in the syntax of the file.
     #[test]
     fn every_key_can_be_a_variable() {
         let table: toml::Table = DEFAULTS.parse().unwrap();
@@ -653,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_told_by_line_key_and_value() {
+    fn wrong_values_are_reported_with_line_key_and_value() {
         for (toml, part) in [
             ("\n[server]\nport = 65536", "some.toml:3: server.port = 65536: must be from 0 to 65535"),
             ("[server]\nport = \"x\"", "server.port = \"x\": expected a whole number"),
@@ -661,19 +666,19 @@ mod tests {
             ("[server]\nbody_limit = \"4 apples\"", "the unit must be B, KiB"),
             ("[server]\ncors_origins = [\"example.com\"]", "an origin must be \"*\" or like"),
             ("[server]\ncors_origins = [\"https://example.com/\"]", "an origin must be"),
-            ("[server]\ncors_origins = [\"*\", \"https://a.b\"]", "it must stand alone"),
-            ("[server]\ncors_origins = \"https://a.b\"", "expected a list of texts"),
-            ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": needs server.tls_key"),
-            ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": needs server.tls_cert"),
+            ("[server]\ncors_origins = [\"*\", \"https://a.b\"]", "must be the only entry"),
+            ("[server]\ncors_origins = \"https://a.b\"", "expected a list of strings"),
+            ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": requires server.tls_key"),
+            ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": requires server.tls_cert"),
             ("[kv]\ntype = \"q5\"", r#"must be one of "f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64""#),
-            ("[kv]\nattended_share = 0", "kv.attended_share = 0: must be more than 0 and at most 1"),
-            ("[kv]\nattended_share = 1.01", "must be more than 0 and at most 1"),
-            ("[kv]\nattended_share = nan", "must be more than 0 and at most 1"),
-            ("[kv]\nattended_share = \"half\"", "must be more than 0 and at most 1"),
+            ("[kv]\nsparse_attention = 0", "kv.sparse_attention = 0: must be more than 0 and at most 1"),
+            ("[kv]\nsparse_attention = 1.01", "must be more than 0 and at most 1"),
+            ("[kv]\nsparse_attention = nan", "must be more than 0 and at most 1"),
+            ("[kv]\nsparse_attention = \"half\"", "must be more than 0 and at most 1"),
             ("[scheduler]\nslots = 0", "scheduler.slots = 0: must be from 1"),
             ("[scheduler]\nlanes = 0", "scheduler.lanes = 0: must be from 1 to 65536, or be \"auto\""),
             ("[scheduler]\nlanes = \"many\"", "expected a whole number, or \"auto\""),
-            ("[device]\ngroups = [[0, \"cpu:0\"]]", "cpu:0 is there twice; the nearest possible is cpu:0"),
+            ("[device]\ngroups = [[0, \"cpu:0\"]]", "cpu:0 is listed twice; the nearest possible is cpu:0"),
             (
                 "[device]\ngroups = \"0;1\"\nlayers = [4]",
                 "some.toml:3: device.layers = [4]: is for 1 stage, but",
@@ -686,7 +691,8 @@ mod tests {
             ("[scheduler]\nwindow = \"4\"", "the unit must be ns, us, ms, s, m or h"),
             ("[model]\npooling = \"max\"", "must be one of \"auto\", \"mean\", \"cls\", \"last\""),
             ("[model]\nnormalize = true", "model.normalize = true"),
-            ("[kv]\npage_positions = 48", "must be a multiple of 32"),
+            ("[kv]\npage_size = 48", "kv.page_size = 48: must be a multiple of 32"),
+            ("[kv]\npage_positions = 48", "kv.page_positions = 48: must be a multiple of 32"),
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
@@ -725,7 +731,7 @@ mod tests {
         let nanos = config_of("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
         assert_eq!(nanos[0][0].kind, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
         assert_eq!(config_of("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
-        let few = config_of("[kv]\nattended_share = 0.1\ntype = \"q4\"").unwrap().kv;
+        let few = config_of("[kv]\nsparse_attention = 0.1\ntype = \"q4\"").unwrap().kv;
         assert_eq!(
             (few.attended.of(20), few.ty),
             (2, QuantType::G4_B64),
@@ -733,9 +739,45 @@ mod tests {
         );
     }
 
-    /// Slots and budget contradict each other: whoever spoke last is at fault.
+    /// Deprecated names set the same value, whichever layer uses which name.
     #[test]
-    fn the_later_of_two_keys_at_odds_is_blamed() {
+    fn deprecated_names_are_accepted() {
+        let page = |config: Result<Config, ConfigError>| config.unwrap().kv.page_positions;
+        assert_eq!(page(config_of("[kv]\npage_positions = 64")), 64);
+        assert_eq!(page(config_of("[kv]\npage_positions = 64\npage_size = 64")), 64);
+        assert_eq!(page(with_variable("MAINSTEM_KV_PAGE_POSITIONS", "96")), 96);
+        assert_eq!(page(with_flag("kv.page_positions", 128)), 128);
+        let attended = |config: Result<Config, ConfigError>| config.unwrap().kv.attended.of(100);
+        assert_eq!(attended(config_of("[kv]\nattended_share = 0.25")), 25);
+        assert_eq!(attended(with_variable("MAINSTEM_KV_ATTENDED_SHARE", "0.5")), 50);
+
+        let file = Scratch::new("deprecated", "[kv]\npage_size = 64");
+        let environment = [("MAINSTEM_KV_PAGE_POSITIONS".to_string(), OsString::from("96"))].into();
+        assert_eq!(page(Config::layered(Some(&file.0), environment, Overrides::default())), 96);
+        let mut flags = Overrides::default();
+        flags.set("kv.page_size", Some(128));
+        let environment = [("MAINSTEM_KV_PAGE_POSITIONS".to_string(), OsString::from("96"))].into();
+        assert_eq!(page(Config::layered(Some(&file.0), environment, flags)), 128);
+    }
+
+    #[test]
+    fn two_names_of_a_key_with_different_values_are_an_error() {
+        assert_eq!(
+            error_of("[kv]\npage_size = 64\npage_positions = 32"),
+            "some.toml:3: kv.page_size = 64 and kv.page_positions = 32 are two names of the same setting; \
+             use kv.page_size only"
+        );
+        let environment = [("ATTENDED_SHARE", "0.5"), ("SPARSE_ATTENTION", "0.25")];
+        let environment =
+            environment.map(|(name, text)| (format!("MAINSTEM_KV_{name}"), OsString::from(text)));
+        let error = Config::layered(None, environment.into(), Overrides::default()).unwrap_err();
+        assert_eq!(error.origin, Source::Environment("MAINSTEM_KV_SPARSE_ATTENTION".into()));
+        assert!(error.message.contains("use kv.sparse_attention only"), "{error}");
+    }
+
+    /// Slots and token budget contradict each other: the error names the key that was set later.
+    #[test]
+    fn the_later_of_two_contradicting_keys_is_reported() {
         let error = with_flag("scheduler.slots", 512).unwrap_err();
         let message = "scheduler.slots = 512: must be less than scheduler.token_budget, which is 512";
         assert_eq!((error.origin, error.message.as_str()), (Source::CommandLine, message));
@@ -757,7 +799,7 @@ mod tests {
         }
     }
 
-    /// A key that is wrong lets nobody in unasked, and is not shown.
+    /// An invalid API key is an error rather than no key, and is not shown.
     #[test]
     fn a_wrong_key_is_refused_and_not_shown() {
         for text in ["", "secret key", "secret,", "sécret", "[\"secret\", 5]", "[\"secret\""] {
@@ -768,8 +810,8 @@ mod tests {
         let error = with_flag("server.api_keys", vec![""]).unwrap_err();
         assert_eq!(error.origin, Source::CommandLine);
         for (name, text, reason) in [
-            ("none", "# no key\n\n", "the file holds no key"),
-            ("space", "#\nsecret key # Ann", "line 2: a key must"),
+            ("none", "# no key\n\n", "the file contains no API key"),
+            ("space", "#\nsecret key # Ann", "line 2: an API key must"),
         ] {
             let file = Scratch::new(name, text);
             let config = with_flag("server.api_key_file", file.name()).unwrap();
@@ -787,7 +829,7 @@ mod tests {
         );
     }
 
-    /// What a subcommand wants is beneath what anybody says, and nobody's fault.
+    /// A subcommand's defaults are overridden by every layer, and their source is the defaults.
     #[test]
     fn a_subcommands_defaults_are_beneath_every_layer() {
         let mut own = Overrides::default();
@@ -795,11 +837,11 @@ mod tests {
         own.set_default("log.level", "warn");
         let file = Scratch::new("own", "[scheduler]\nslots = 3");
         let environment = [("MAINSTEM_LOG_LEVEL".to_string(), OsString::from("debug"))].into();
-        let said = Config::layered(Some(&file.0), environment, own.clone()).unwrap();
-        assert_eq!((said.scheduler.slots, said.log.level.as_str()), (3, "debug"));
+        let layered = Config::layered(Some(&file.0), environment, own.clone()).unwrap();
+        assert_eq!((layered.scheduler.slots, layered.log.level.as_str()), (3, "debug"));
         own.set("scheduler.slots", Some(2));
-        let unsaid = Config::load(None, own.clone()).unwrap();
-        assert_eq!((unsaid.scheduler.slots, unsaid.log.level.as_str()), (2, "warn"));
+        let flags = Config::load(None, own.clone()).unwrap();
+        assert_eq!((flags.scheduler.slots, flags.log.level.as_str()), (2, "warn"));
         own = Overrides::default();
         own.set_default("scheduler.slots", 1 << 20);
         assert_eq!(Config::load(None, own).unwrap_err().origin, Source::Defaults);
@@ -824,7 +866,7 @@ mod tests {
         assert!(error.to_string().starts_with("/nowhere/at/all.toml: "));
     }
 
-    /// Every example is accepted, and says something.
+    /// Every example is accepted and changes some value.
     #[test]
     fn the_examples_are_accepted() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("config/examples");

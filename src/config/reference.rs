@@ -1,20 +1,20 @@
-//! The keys for whoever reads about them: `config/mainstem.toml` as the tables of `docs/configuration.md`.
+//! Key reference: renders `config/mainstem.toml` as the tables of `docs/configuration.md`.
 //!
-//! Invariant: what a table says of a key is that file's comment on it, and nothing else.
+//! Invariant: a key's description is its comment in that file, unchanged.
 
 use super::{DEFAULTS, variable};
 
-/// A key as the file of defaults has it.
+/// A key of the file of defaults.
 struct Key {
-    /// With its section.
+    /// Name with its section.
     name: String,
-    /// As it is written in TOML.
+    /// Default value in TOML syntax.
     default: String,
     /// The comment above it; empty if there is none.
     meaning: String,
 }
 
-/// Every key, by section, in Markdown. `flag` gives what sets a key on the command line.
+/// Renders all keys as Markdown tables, one per section. `flag` returns the command-line flag of a key.
 pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
     let mut page = String::new();
     let mut section = String::new();
@@ -33,7 +33,7 @@ pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
 
 const TABLE_HEAD: &str = "| key | default | meaning | flag | environment variable |\n|---|---|---|---|---|\n";
 
-/// The keys in the file's order.
+/// Returns the keys in file order.
 fn keys() -> Vec<Key> {
     let mut keys = Vec::new();
     let (mut section, mut comment) = ("", Vec::new());

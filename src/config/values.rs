@@ -1,7 +1,7 @@
-//! What the values of keys may be: each reader turns what a layer says into what a consumer gets, or says
-//! what was expected.
+//! Value parsers: each converts a TOML value to the type of its consumer, or returns a message about what was
+//! expected.
 //!
-//! Invariant: what is said against a secret never repeats it.
+//! Invariant: an error message about a secret never contains it.
 
 use super::{KvSize, Lanes, PAGE_UNIT};
 use mainstem_kernels::Share;
@@ -11,21 +11,21 @@ use toml::Value;
 use tracing_subscriber::EnvFilter;
 
 pub(super) fn text(value: &Value) -> Result<String, String> {
-    value.as_str().map(str::to_string).ok_or_else(|| "expected a text".to_string())
+    value.as_str().map(str::to_string).ok_or_else(|| "expected a string".to_string())
 }
 
 pub(super) fn some_text(value: &Value) -> Result<String, String> {
     text(value).and_then(|s| if s.is_empty() { Err("must not be empty".to_string()) } else { Ok(s) })
 }
 
-/// A file or folder; "" is none.
+/// Parses the path of a file or folder; "" is `None`.
 pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
     text(value).map(|path| (!path.is_empty()).then(|| path.into()))
 }
 
-/// A list of texts, each as `check` has it.
+/// Parses a list of strings, each of which `check` must accept.
 pub(super) fn texts(value: &Value, check: fn(&str) -> Result<(), String>) -> Result<Vec<String>, String> {
-    let expected = || "expected a list of texts".to_string();
+    let expected = || "expected a list of strings".to_string();
     let mut texts = Vec::new();
     for item in value.as_array().ok_or_else(expected)? {
         let text = item.as_str().ok_or_else(expected)?;
@@ -35,15 +35,17 @@ pub(super) fn texts(value: &Value, check: fn(&str) -> Result<(), String>) -> Res
     Ok(texts)
 }
 
-/// A key must survive a header, where spaces end it.
+/// Checks an API key: it must be non-empty printable ASCII without spaces, so that an HTTP header can carry
+/// it.
 pub(super) fn api_key(key: &str) -> Result<(), String> {
     if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err("a key must have printable characters of ASCII, and no space".to_string());
+        return Err("an API key must be printable ASCII without spaces, and not empty".to_string());
     }
     Ok(())
 }
 
-/// The keys in the file, one in a line. A file that holds none is refused, or everybody would be let in.
+/// Reads the API keys of a file, one per line; lines that start with `#` are comments. A file without keys is
+/// an error, because an empty list of keys would admit every client.
 pub(super) fn keys_in(file: &Path) -> Result<Vec<String>, String> {
     let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
     let mut keys = Vec::new();
@@ -53,14 +55,14 @@ pub(super) fn keys_in(file: &Path) -> Result<Vec<String>, String> {
             keys.push(line.to_string());
         }
     }
-    if keys.is_empty() { Err("the file holds no key".to_string()) } else { Ok(keys) }
+    if keys.is_empty() { Err("the file contains no API key".to_string()) } else { Ok(keys) }
 }
 
-/// Origins as browsers send them, or "*" alone.
+/// Parses a list of origins as browsers send them, or "*" alone.
 pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
     let origins = texts(value, origin)?;
     if origins.len() > 1 && origins.iter().any(|origin| origin == "*") {
-        return Err("\"*\" is every origin: it must stand alone".to_string());
+        return Err("\"*\" allows every origin and must be the only entry".to_string());
     }
     Ok(origins)
 }
@@ -76,7 +78,7 @@ fn origin(origin: &str) -> Result<(), String> {
     Err("an origin must be \"*\" or like \"https://example.com\" or \"http://localhost:3000\"".to_string())
 }
 
-/// The address of a web service; "" is none.
+/// Parses an HTTP or HTTPS URL; "" is `None`.
 pub(super) fn url(value: &Value) -> Result<Option<String>, String> {
     let url = text(value)?;
     let host = url.strip_prefix("https://").or(url.strip_prefix("http://"));
@@ -95,7 +97,7 @@ pub(super) fn integer(value: &Value, min: i64, max: i64) -> Result<usize, String
     Ok(number as usize)
 }
 
-/// The meaning of the word that `value` is.
+/// Looks a word up among `words`. An error lists them all.
 pub(super) fn one_of<T: Copy>(value: &Value, words: &[(&str, T)]) -> Result<T, String> {
     let hit = value.as_str().and_then(|word| words.iter().find(|(name, _)| *name == word));
     hit.map(|(_, meaning)| *meaning).ok_or_else(|| {
@@ -104,7 +106,7 @@ pub(super) fn one_of<T: Copy>(value: &Value, words: &[(&str, T)]) -> Result<T, S
     })
 }
 
-/// A number and the unit behind it.
+/// Splits a number from the unit that follows it.
 fn number_and_unit(text: &str) -> Result<(f64, &str), String> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let number = text[..end].parse().map_err(|_| "must begin with a number".to_string())?;
@@ -157,7 +159,7 @@ fn bytes(text: &str) -> Result<u64, String> {
     if bytes > (1u64 << 50) as f64 { Err("must be at most 1024TiB".to_string()) } else { Ok(bytes as u64) }
 }
 
-/// A size in bytes, given as a text with a unit or as a number.
+/// Parses a size in bytes, given as a string with a unit or as a number; at least `min`.
 pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
     let size = match value {
         Value::String(text) => bytes(text)?,
@@ -170,7 +172,7 @@ pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
 pub(super) fn lanes(value: &Value) -> Result<Lanes, String> {
     let number = match value {
         Value::String(word) if word == "auto" => return Ok(Lanes::ByStages),
-        // As a flag has it.
+        // Flags give numbers as strings.
         Value::String(text) => text.parse().map_or_else(|_| value.clone(), Value::Integer),
         _ => value.clone(),
     };
@@ -198,7 +200,7 @@ pub(super) fn page_positions(value: &Value) -> Result<usize, String> {
     Ok(positions)
 }
 
-/// A share, more than none.
+/// Parses a fraction greater than 0 and at most 1.
 pub(super) fn share(value: &Value) -> Result<Share, String> {
     let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
     number.and_then(Share::new).ok_or_else(|| "must be more than 0 and at most 1".to_string())

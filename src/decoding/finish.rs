@@ -1,16 +1,17 @@
-//! When a sequence is over, as far as token ids and lengths tell, and what is done to a row's logits so that
-//! it is not over too soon.
+//! When a sequence ends, as far as token ids and lengths decide it, and the logit biases that keep it from
+//! ending too soon.
 //!
-//! Invariant: decided from one token alone; stop strings are found where ids become text. A token that
-//! [`biases`] forbids is one that [`finish`] would end the sequence by.
+//! Invariant: the decision depends on one token only; stop strings are found in the detokenized text. The
+//! tokens that [`logit_biases`] bans are exactly those that [`finish_reason`] would end the sequence with.
 
 use crate::request::{FinishReason, Request};
 
-/// Why `request`'s sequence ends with `token`, if it does. `generated` counts the tokens generated so far,
-/// this one included; `eos` are the model's end-of-sequence tokens. A request for no tokens is over with the
-/// first.
+/// Returns why `request`'s sequence ends with `token`, if it does. `generated` counts the generated tokens,
+/// including this one; `eos` are the model's end-of-sequence tokens. A request for 0 tokens ends with the
+/// first token.
 ///
-/// A token that ends the sequence itself is no part of the text; the last one of a full length is.
+/// An end-of-sequence or stop token is not part of the text; the last token of a sequence of maximum length
+/// is.
 pub fn finish(token: u32, request: &Request, eos: &[u32], generated: u32) -> Option<FinishReason> {
     if request.max_tokens == 0 {
         return Some(FinishReason::Length);
@@ -24,8 +25,8 @@ pub fn finish(token: u32, request: &Request, eos: &[u32], generated: u32) -> Opt
     (generated >= request.max_tokens).then_some(FinishReason::Length)
 }
 
-/// What is added to the logits of the token after `generated` ones: the request's own biases, and before
-/// `min_tokens` a ban on every token that would end the sequence.
+/// Returns the biases for the logits of the token after `generated` ones: the request's own, and before
+/// `min_tokens` a ban (negative infinity) on every token that would end the sequence.
 pub fn biases<'a>(
     request: &'a Request,
     eos: &'a [u32],
@@ -36,7 +37,7 @@ pub fn biases<'a>(
     request.logit_bias.iter().copied().chain(banned)
 }
 
-/// The end-of-sequence tokens that the request heeds.
+/// Returns the end-of-sequence tokens that apply to the request.
 fn active<'a>(request: &Request, eos: &'a [u32]) -> &'a [u32] {
     if request.ignore_eos { &[] } else { eos }
 }
@@ -47,7 +48,7 @@ mod tests {
 
     const EOS: &[u32] = &[2, 7];
 
-    /// A request with a stop token that is the model's too, and one of its own.
+    /// A request with two stop tokens, of which one is an end-of-sequence token of the model, too.
     fn request(max_tokens: u32, ignore_eos: bool) -> Request {
         Request { ignore_eos, stop_ids: [7, 9].into(), ..Request::greedy("", [1], max_tokens) }
     }
@@ -60,17 +61,17 @@ mod tests {
             (5, false, 2, 3, None),
             (5, false, 3, 3, Some(Length)),
             (2, false, 1, 3, Some(Stop)),
-            // The model's own, as long as it counts.
+            // The model's end-of-sequence tokens come first, unless they are ignored.
             (7, false, 1, 3, Some(Stop)),
             (7, true, 1, 3, Some(StopToken(7))),
             (9, false, 1, 3, Some(StopToken(9))),
             (9, true, 2, 3, Some(StopToken(9))),
-            // At the limit a token that ends the sequence is still one, and still not sent.
+            // At the maximum length, a token that ends the sequence is reported as such, too.
             (2, false, 3, 3, Some(Stop)),
             (9, false, 3, 3, Some(StopToken(9))),
             (2, true, 2, 3, None),
             (2, true, 3, 3, Some(Length)),
-            // Nothing was asked for.
+            // A request for 0 tokens.
             (5, false, 1, 0, Some(Length)),
             (2, false, 1, 0, Some(Length)),
         ];
@@ -84,8 +85,7 @@ mod tests {
         assert_eq!(finish(2, &request(3, false), &[], 1), None);
     }
 
-    /// Before the least length every token that would end the sequence is forbidden, and none besides; from
-    /// there on none.
+    /// Before `min_tokens`, exactly the tokens that would end the sequence are banned; from then on none is.
     #[test]
     fn what_would_end_a_sequence_too_soon_is_forbidden() {
         for ignore_eos in [false, true] {

@@ -1,8 +1,10 @@
-//! Logits to token: what a request's sampling parameters mean, and when a sequence is over. Hidden states to vector.
+//! From logits to tokens and from hidden states to vectors: the meaning of a request's sampling and pooling
+//! parameters, and when a sequence ends.
 //!
-//! A request's parameters are checked by [`validate`], turned by [`compile`] into what a device draws by,
-//! and [`draw`] and [`logprobs`] define the result that every device must give.
-//! Invariant: pure functions. A token depends on its logits, the parameters, the seed and its position.
+//! [`validate`] checks a request's parameters, [`sample_row`] converts them to a device's sampling
+//! parameters, and the re-exported reference functions for sampling and [`logprobs`] define the result that
+//! every device must give.
+//! Invariant: pure functions. A token depends on its logits, the parameters, the seed and its position only.
 
 pub mod sampling;
 

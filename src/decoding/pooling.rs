@@ -1,12 +1,17 @@
-//! One vector for a text: what is made of the hidden states of its tokens.
+//! Pooling: one vector from the hidden states of a text's tokens.
 //!
-//! Invariant: only the text's own rows count, in their order, so that a text gives the same vector in any company.
+//! Invariant: batch-invariant: only the text's own rows count, in their order, so the vector does not depend
+//! on the other sequences of the batch.
 
 use crate::request::Pooling;
 
-/// The vector of a text whose hidden states are `rows`, (tokens, width), of at least one token.
+/// Pools the hidden states `rows` of a text, (tokens, width), with at least one token, to a vector of `width`
+/// numbers.
 pub fn pool(pooling: Pooling, rows: &[f32], width: usize) -> Vec<f32> {
-    assert!(!rows.is_empty() && rows.len().is_multiple_of(width), "a text has a token, and each token a row");
+    assert!(
+        !rows.is_empty() && rows.len().is_multiple_of(width),
+        "a text has at least one token, and each token a row"
+    );
     match pooling {
         Pooling::Mean => mean(rows, width),
         Pooling::Cls => rows[..width].to_vec(),
@@ -14,7 +19,7 @@ pub fn pool(pooling: Pooling, rows: &[f32], width: usize) -> Vec<f32> {
     }
 }
 
-/// In double precision, so that a long text loses nothing.
+/// Returns the mean of the rows, summed in double precision, so that long texts lose no accuracy.
 fn mean(rows: &[f32], width: usize) -> Vec<f32> {
     let mut sums = vec![0.0; width];
     for row in rows.chunks_exact(width) {
@@ -34,11 +39,11 @@ mod tests {
         let pooled = [Pooling::Cls, Pooling::Last, Pooling::Mean].map(|pooling| pool(pooling, &rows, 2));
         assert_eq!(pooled, [[1.0, -2.0], [1.0, 5.0], [2.0, 3.0]]);
         for pooling in [Pooling::Cls, Pooling::Last, Pooling::Mean] {
-            assert_eq!(pool(pooling, &rows[..3], 3), rows[..3], "of one token it is that token's");
+            assert_eq!(pool(pooling, &rows[..3], 3), rows[..3], "the vector of one token is its own row");
         }
     }
 
-    /// In single precision a sum that has grown swallows what comes after.
+    /// In single precision, a large sum would absorb the small terms after it.
     #[test]
     fn the_mean_of_many_rows_keeps_the_small_ones() {
         let mut rows = vec![1.0; 20_001];

@@ -1,13 +1,15 @@
-//! Sampling parameters: their bounds, and the row a device draws a token by.
+//! Sampling parameters: their bounds, and their conversion to a device's sample row.
 //!
-//! Invariant: what [`validate`] accepts, every backend can draw by; [`compile`] changes no value.
+//! Invariant: every backend can sample with parameters that [`validate`] accepts; [`sample_row`] changes no
+//! value.
 
 use crate::request::Sampling;
 use mainstem_kernels::{SampleMode, SampleRow};
 
-/// The first parameter that is out of its bounds, and a message that names it and its value.
+/// Checks the parameters. The error is the name of the first invalid one, and a message with its value and
+/// bounds.
 pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
-    // Written as what must hold, so that NaN is refused.
+    // Conditions are written such that NaN fails them.
     let Sampling { temperature, top_p, min_p, .. } = *sampling;
     let rules = [
         ("temperature", temperature, temperature.is_finite() && temperature >= 0.0, "finite and at least 0"),
@@ -20,9 +22,9 @@ pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
     }
 }
 
-/// The row that draws the token at `position` of its sequence. `logprobs`: as in
-/// [`Request`](crate::request::Request), the most likely tokens reported beside it. Biases are the batch's to
-/// hold, and whoever fills it adds them.
+/// Returns the row that samples the token at `position` of its sequence. `logprobs` is the number of most
+/// likely tokens to report, as in [`Request`](crate::request::Request). The caller adds the biases to the
+/// batch and sets their range.
 pub fn compile(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SampleRow {
     SampleRow {
         mode: SampleMode::Draw,

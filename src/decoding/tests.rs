@@ -1,6 +1,6 @@
-//! Tests of the definition of drawing: which tokens come, how often, and what they depend on.
+//! Tests of the definition of sampling: which tokens are sampled, how often, and what they depend on.
 //!
-//! Invariant: seeds are fixed, so every statistic here is one number that is either within its bound or not.
+//! Invariant: seeds are fixed, so every statistic is a fixed number that is either within its bound or not.
 
 use super::{compile, draw, logprobs};
 use crate::request::Sampling;
@@ -10,50 +10,50 @@ use std::collections::BTreeSet;
 
 const PLAIN: Sampling = Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 42 };
 
-/// Probabilities of tokens 0..10 at temperature 1. From the likeliest: 2, 5, 0, 7, 9, 4, 1, 8, 3, 6.
+/// Probabilities of tokens 0..10 at temperature 1. In descending order: 2, 5, 0, 7, 9, 4, 1, 8, 3, 6.
 const SHARES: [f64; 10] = [0.15, 0.04, 0.30, 0.015, 0.06, 0.22, 0.005, 0.10, 0.03, 0.08];
 
 /// Chi-square values that a true distribution exceeds once in 1000 times, for 1 to 9 degrees of freedom.
 const CRITICAL: [f64; 9] = [10.828, 13.816, 16.266, 18.467, 20.515, 22.458, 24.322, 26.124, 27.877];
 
-/// Logits of which temperature 1 makes `shares`; the offset must not matter.
+/// Logits whose softmax at temperature 1 is `shares`; the offset must not matter.
 fn logits(shares: &[f64]) -> Vec<f32> {
     shares.iter().map(|share| share.ln() as f32 + 3.0).collect()
 }
 
-/// The tokens drawn at positions `0..draws`.
+/// The tokens sampled at positions `0..draws`.
 fn drawn(logits: &[f32], sampling: &Sampling, draws: u32) -> Vec<u32> {
     (0..draws).map(|position| draw(logits, &[], &compile(sampling, position, None))).collect()
 }
 
-/// Which tokens are drawn at all: with 2000 draws, every one whose share is a hundredth or more.
+/// The set of sampled tokens: with 2000 samples, every token of probability 0.01 or more.
 fn kept(shares: &[f64], sampling: Sampling) -> Vec<u32> {
     let set: BTreeSet<u32> = drawn(&logits(shares), &sampling, 2000).into_iter().collect();
     set.into_iter().collect()
 }
 
-/// Pearson's statistic of `tokens` against `weights` (any scale), and its degrees of freedom.
+/// Pearson's chi-square statistic of `tokens` against `weights` (of any scale), and its degrees of freedom.
 fn chi_square(tokens: &[u32], weights: &[f64]) -> (f64, usize) {
     let total: f64 = weights.iter().sum();
     let terms = weights.iter().enumerate().filter(|&(_, &weight)| weight > 0.0).map(|(token, weight)| {
         let expected = tokens.len() as f64 * weight / total;
-        let observed = tokens.iter().filter(|&&drawn| drawn as usize == token).count() as f64;
+        let observed = tokens.iter().filter(|&&sampled| sampled as usize == token).count() as f64;
         (observed - expected).powi(2) / expected
     });
     let terms: Vec<f64> = terms.collect();
     (terms.iter().sum(), terms.len() - 1)
 }
 
-/// Draws from `SHARES` and asserts that only `tokens` come, as often as their shares at `sampling`'s
-/// temperature say.
+/// Samples from `PROBABILITIES`, and asserts that only `tokens` are sampled, with their probabilities at the
+/// temperature of `sampling`.
 fn follows(sampling: Sampling, tokens: &[u32]) {
-    let drawn = drawn(&logits(&SHARES), &sampling, 20_000);
-    assert!(drawn.iter().all(|token| tokens.contains(token)), "{sampling:?}");
-    let (statistic, freedom) = chi_square(&drawn, &weights(sampling.temperature, tokens));
+    let samples = drawn(&logits(&SHARES), &sampling, 20_000);
+    assert!(samples.iter().all(|token| tokens.contains(token)), "{sampling:?}");
+    let (statistic, freedom) = chi_square(&samples, &weights(sampling.temperature, tokens));
     assert!(statistic < CRITICAL[freedom - 1], "{sampling:?}: {statistic} at {freedom} degrees of freedom");
 }
 
-/// The softmax of the logits of `SHARES` at a temperature, up to a factor; 0 for all but `tokens`.
+/// The softmax of the logits of `PROBABILITIES` at a temperature, up to a factor; 0 for all but `tokens`.
 fn weights(temperature: f32, tokens: &[u32]) -> Vec<f64> {
     let weight = |(token, share): (u32, &f64)| {
         if tokens.contains(&token) { share.powf(1.0 / f64::from(temperature)) } else { 0.0 }
@@ -87,7 +87,7 @@ fn top_p_draws_the_smallest_set_that_holds_the_share() {
 
 #[test]
 fn min_p_drops_what_is_far_below_the_likeliest() {
-    // 0.25 of 0.30 is 0.075; of the squares, 0.25 of 0.09 is 0.0225, that of a share of 0.15.
+    // 0.25 of 0.30 is 0.075; of the squares, 0.25 of 0.09 is 0.0225, that of a probability of 0.15.
     follows(Sampling { min_p: 0.25, ..PLAIN }, &[2, 5, 0, 7, 9]);
     follows(Sampling { min_p: 0.26, temperature: 0.5, ..PLAIN }, &[2, 5]);
     assert_eq!(kept(&SHARES, Sampling { min_p: 1.0, ..PLAIN }), [2]);
@@ -95,18 +95,19 @@ fn min_p_drops_what_is_far_below_the_likeliest() {
 
 #[test]
 fn the_statistic_notices_a_wrong_distribution() {
-    let drawn = drawn(&logits(&SHARES), &PLAIN, 20_000);
-    let (statistic, freedom) = chi_square(&drawn, &weights(1.1, ALL));
+    let samples = drawn(&logits(&SHARES), &PLAIN, 20_000);
+    let (statistic, freedom) = chi_square(&samples, &weights(1.1, ALL));
     assert!(statistic > CRITICAL[freedom - 1], "{statistic}");
 }
 
-/// Each case would keep other tokens if two of the filters changed places.
+/// Each case would keep other tokens if two of the filters were swapped.
 #[test]
 fn filters_apply_in_their_order() {
     let three = [0.5, 0.3, 0.2];
-    // Temperature 0.5 squares the shares: 0.658, 0.237, 0.105. Before it, top_p would keep 0.5 + 0.3.
+    // Temperature 0.5 squares the probabilities: 0.658, 0.237, 0.105. Before it, top_p would keep 0.5 + 0.3.
     assert_eq!(kept(&three, Sampling { temperature: 0.5, top_p: 0.6, ..PLAIN }), [0]);
-    // And min_p would keep token 1, which has 0.6 of the likeliest before and 0.36 after.
+    // And min_p would keep token 1, whose ratio to the most likely token is 0.6 before and 0.36 after the
+    // temperature.
     assert_eq!(kept(&three, Sampling { temperature: 0.5, min_p: 0.5, ..PLAIN }), [0]);
 
     let four = [0.4, 0.3, 0.2, 0.1];
@@ -162,13 +163,13 @@ fn a_seed_and_a_position_fix_the_token() {
     for seed in others {
         assert_ne!(drawn(&logits, &PLAIN, 500), drawn(&logits, &Sampling { seed, ..PLAIN }, 500), "{seed}");
     }
-    // The number drawn by is the generator's at that seed and position, so a position asked for alone
-    // gives what it gives in passing.
+    // The random number depends on the seed and the position only, so sampling one position alone gives the
+    // same token as sampling all of them.
     let alone = draw(&logits, &[], &compile(&PLAIN, 321, None));
     assert_eq!(alone, drawn(&logits, &PLAIN, 500)[321]);
 }
 
-/// Pairs of draws from three tokens, as one of nine outcomes, against the product of their shares.
+/// Pairs of samples from three tokens, as one of nine outcomes, against the product of their probabilities.
 #[test]
 fn draws_of_two_seeds_and_of_neighbouring_positions_are_independent() {
     let shares = [0.5, 0.3, 0.2];

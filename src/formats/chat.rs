@@ -1,7 +1,7 @@
-//! What a model's folder says of chats: the template that makes one text of messages, and the names of the
+//! Chat settings of a model folder: the chat template, which renders messages to one text, and the special
 //! tokens it may use.
 //!
-//! Invariant: of several places that give a template the one is taken that transformers takes.
+//! Invariant: if several files have a template, the one that transformers would use is taken.
 
 use super::Folder;
 use super::config::HubConfig;
@@ -9,40 +9,40 @@ use anyhow::Result;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Settings of a folder's tokenizer.
+/// The tokenizer settings file.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// Where older folders name the tokens that those settings do not.
+/// The file where older models name the special tokens missing from [`TOKENIZER_CONFIG`].
 pub const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 
-/// The template alone, as text; and as it lies beside models that see pictures too, within JSON.
+/// Files that hold only a template: as plain text, and as JSON next to multimodal models.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
 
 const TEMPLATE: &str = "chat_template";
 
-/// Of several templates, the one for plain chats.
+/// Name of the default template in a list of named templates.
 const DEFAULT_TEMPLATE: &str = "default";
 
-/// What a chat template needs; all empty for a model that says nothing of chats.
+/// Input of a chat template; all empty for a model without chat settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChatFiles {
     pub template: Option<ChatSource>,
-    /// Tokens by the part they play (`bos_token`, `eos_token`, `pad_token` ...), by which templates know
-    /// them: those of `tokenizer_config.json`, and of `special_tokens_map.json` those it does not give.
+    /// Special tokens by role (`bos_token`, `eos_token`, `pad_token`, ...), which is how templates refer to
+    /// them: from `tokenizer_config.json`, and from `special_tokens_map.json` where that has none.
     pub special_tokens: BTreeMap<String, String>,
 }
 
-/// The text of a chat template.
+/// The source text of a chat template.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatSource {
-    /// The file, and the key within it if it is one of several settings: to name in errors.
+    /// The file, and the key within it if it is JSON, for error messages.
     pub origin: String,
     pub text: String,
 }
 
 impl ChatFiles {
-    /// Reads a model's folder. A template is taken from `chat_template.jinja`, else from
+    /// Reads a model folder. The template comes from `chat_template.jinja`, else from
     /// `tokenizer_config.json`, else from `chat_template.json`.
     pub fn from_folder(folder: &Folder) -> Result<ChatFiles> {
         let settings = HubConfig::read_if_present(folder, TOKENIZER_CONFIG)?;
@@ -63,14 +63,14 @@ impl ChatFiles {
     }
 }
 
-/// The template among the settings: a text, or of a list of named ones the default.
+/// Returns the template in `settings`: a string, or the default one of a list of named templates.
 fn template(settings: &HubConfig) -> Result<Option<ChatSource>> {
     let text = match settings.get(TEMPLATE) {
         Some(Value::Array(named)) => {
             let Some(default) = named.iter().find(|one| one["name"] == DEFAULT_TEMPLATE) else {
                 return Ok(None);
             };
-            let missing = || settings.wrong(TEMPLATE, "the default one has no text in 'template'");
+            let missing = || settings.wrong(TEMPLATE, "the default template has no text in 'template'");
             Some(default["template"].as_str().ok_or_else(missing)?)
         }
         _ => settings.opt_str(TEMPLATE)?,
@@ -79,8 +79,8 @@ fn template(settings: &HubConfig) -> Result<Option<ChatSource>> {
     Ok(text.map(|text| ChatSource { origin: origin(), text: text.to_owned() }))
 }
 
-/// Every key that ends in `_token` and holds a token's name, of a later source before an earlier one. Switches
-/// such as `add_bos_token` do not.
+/// Collects every key that ends in `_token` and holds a token's name; later sources override earlier ones.
+/// Boolean switches such as `add_bos_token` are skipped.
 fn special_tokens<'a>(sources: impl Iterator<Item = &'a HubConfig>) -> Result<BTreeMap<String, String>> {
     let mut tokens = BTreeMap::new();
     for settings in sources {
@@ -101,12 +101,12 @@ mod tests {
     use crate::testing::Scratch;
     use serde_json::json;
 
-    /// What a folder with these files says; (name, content).
+    /// Reads a folder with these files, given as (name, content).
     fn read(files: &[(&str, &str)]) -> Result<ChatFiles> {
         let scratch = Scratch::new();
         files.iter().for_each(|(name, content)| _ = scratch.write(name, content.as_bytes()));
         let mut chat = ChatFiles::from_folder(&Folder::disk(scratch.path()))?;
-        // The scratch folder's own path is no part of what is compared.
+        // Paths are compared relative to the scratch folder.
         if let Some(source) = &mut chat.template {
             let folder = format!("{}/", scratch.path().display());
             source.origin = source.origin.strip_prefix(&folder).expect("it names the folder").to_owned();

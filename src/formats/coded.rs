@@ -1,14 +1,17 @@
-//! Matrices in number formats that safetensors has no type for: their bytes lie in the file as tensors of type U8, and the
-//! file's metadata says what they are.
+//! Matrices in number formats that safetensors cannot express ("packed"): the file stores their bytes as
+//! tensors of type U8 and describes them in its metadata.
 //!
-//! | key of the metadata | is |
+//! | metadata key | content |
 //! |---|---|
 //! | `mainstem.format_version` | `1` |
-//! | `mainstem.tensors` | a JSON object: for each such tensor `type`, the name of its number format, `shape`, that of its numbers, and `turned` |
+//! | `mainstem.tensors` | a JSON object with, for each such tensor, `type` (the number format), `shape` (of
+//! the elements) and `turned` (whether it is transposed) |
 //!
-//! The U8 tensor has the shape of the numbers but for the last dimension, which is the bytes of a row. Of one that is turned
-//! the shape is (in, out), and the bytes are those of rows (out, in): rows have to be whole blocks.
-//! Invariant: what is read is held against the tensor's own type, shape and bytes; what is written can be read.
+//! The U8 tensor has the shape of the elements except for the last dimension, which is the bytes per row. A
+//! transposed tensor has the shape (K, N), and its bytes are those of rows (N, K): these rows must be whole
+//! blocks.
+//! Invariant: metadata that is read is checked against the tensor's own type, shape and bytes; everything
+//! that is written can be read back.
 
 use super::elements;
 use super::save::SavedTensor;
@@ -23,32 +26,32 @@ const VERSION_KEY: &str = "mainstem.format_version";
 const TENSORS_KEY: &str = "mainstem.tensors";
 const VERSION: &str = "1";
 
-/// The type that such tensors have in the file.
+/// The safetensors type of packed tensors.
 pub(super) const BYTES: &str = "U8";
 
-/// What the bytes of a tensor are.
+/// Metadata of a packed tensor.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Coded {
     #[serde(rename = "type")]
     ty: String,
-    /// Of the numbers, outermost dimension first.
+    /// Shape of the elements, outermost dimension first.
     pub(super) shape: Vec<usize>,
-    /// Whether the bytes are those of matrices (out, in), though the shape is (in, out).
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
+    #[serde(rename = "turned", default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) turned: bool,
 }
 
-/// What a header's metadata says of its tensors; nothing if it does not speak of them.
+/// Parses the packed tensors listed in a header's metadata; empty if there are none.
 pub(super) fn of_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Coded>> {
     let (version, tensors) = match (&metadata.version, &metadata.tensors) {
         (None, None) => return Ok(BTreeMap::new()),
-        (None, Some(_)) => bail!("key '{VERSION_KEY}': it is missing, beside '{TENSORS_KEY}'"),
+        (None, Some(_)) => bail!("key '{VERSION_KEY}': it is missing, but '{TENSORS_KEY}' is present"),
         (Some(version), tensors) => (version, tensors),
     };
     ensure!(
         version == VERSION,
-        "key '{VERSION_KEY}': version \"{version}\" is not known (known: \"{VERSION}\")"
+        "key '{VERSION_KEY}': version \"{version}\" is not supported (supported: \"{VERSION}\")"
     );
     let text = tensors.as_ref().with_context(|| format!("key '{TENSORS_KEY}': it is missing"))?;
     let coded: ByTensor<Coded> =
@@ -56,7 +59,7 @@ pub(super) fn of_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Coded>
     Ok(coded.tensors)
 }
 
-/// The metadata of a file with these tensors.
+/// Returns the header metadata of a file with these tensors.
 pub(super) fn metadata<'a>(tensors: impl IntoIterator<Item = &'a SavedTensor>) -> Value {
     let coded = tensors.into_iter().filter(|tensor| tensor.is_coded());
     let coded: Map<String, Value> =
@@ -73,18 +76,19 @@ impl Coded {
         Coded { ty, shape, turned: tensor.turned }
     }
 
-    /// The number format of a tensor of that type and shape with so many bytes, which are what they should be.
+    /// Checks a stored tensor's type, shape and size of `held` bytes against the metadata, and returns its
+    /// number format.
     pub(super) fn check(&self, dtype: &str, shape: &[usize], held: usize) -> Result<QuantType> {
         let Some(ty) = QuantType::by_name(&self.ty) else {
             let known = QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ");
-            bail!("there is no number format '{}' (known: {known})", self.ty);
+            bail!("unknown number format '{}' (known: {known})", self.ty);
         };
         let expected = stored_shape(ty, &self.shape, self.turned)?;
         ensure!(
             dtype == BYTES && shape == expected,
             "shape {:?} of {ty}{} needs {BYTES} {expected:?}, but it is {dtype} {shape:?}",
             self.shape,
-            if self.turned { " turned" } else { "" }
+            if self.turned { " transposed" } else { "" }
         );
         let needed =
             elements(&expected).with_context(|| format!("shape {expected:?} is too large to count"))?;
@@ -93,13 +97,13 @@ impl Coded {
     }
 }
 
-/// The shape of the bytes of numbers of that shape.
-pub(super) fn stored_shape(ty: QuantType, shape: &[usize], turned: bool) -> Result<Vec<usize>> {
-    let [outer @ .., a, b] = shape else { bail!("shape {shape:?} is no matrix") };
-    let (rows, width) = if turned { (*b, *a) } else { (*a, *b) };
+/// Returns the shape of the U8 tensor that stores elements of shape `shape`.
+pub(super) fn stored_shape(ty: QuantType, shape: &[usize], transposed: bool) -> Result<Vec<usize>> {
+    let [outer @ .., a, b] = shape else { bail!("shape {shape:?} is not a matrix") };
+    let (rows, width) = if transposed { (*b, *a) } else { (*a, *b) };
     let row = ty.bytes(width).with_context(|| {
         format!(
-            "rows of {width} numbers are no whole number of {ty} blocks, which have {}",
+            "rows of {width} elements are not a whole number of {ty} blocks of {} elements",
             ty.row().block_elements
         )
     })?;
@@ -132,10 +136,10 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused_with_its_reason() {
         for (coded, dtype, stored, held, reason) in [
-            (coded("q9", &[3, 64], false), "U8", &[3, 36][..], 108, "no number format 'q9'"),
-            (coded("q4_0", &[3, 48], false), "U8", &[3, 27], 81, "rows of 48 numbers"),
-            (coded("q4_0", &[3, 64], true), "U8", &[3, 36], 108, "rows of 3 numbers"),
-            (coded("q4_0", &[64], false), "U8", &[36], 36, "no matrix"),
+            (coded("q9", &[3, 64], false), "U8", &[3, 36][..], 108, "unknown number format 'q9'"),
+            (coded("q4_0", &[3, 48], false), "U8", &[3, 27], 81, "rows of 48 elements"),
+            (coded("q4_0", &[3, 64], true), "U8", &[3, 36], 108, "rows of 3 elements"),
+            (coded("q4_0", &[64], false), "U8", &[36], 36, "not a matrix"),
             (coded("q4_0", &[3, 64], false), "I8", &[3, 36], 108, "needs U8 [3, 36], but it is I8"),
             (coded("q4_0", &[3, 64], false), "U8", &[108], 108, "but it is U8 [108]"),
             (coded("q4_0", &[3, 64], false), "U8", &[3, 36], 107, "needs 108 bytes, but it has 107"),
@@ -156,7 +160,7 @@ mod tests {
         assert!(of(json!({})).unwrap().is_empty() && of(json!({"format": [{}]})).unwrap().is_empty());
         assert_eq!(of(json!({VERSION_KEY: "1", TENSORS_KEY: tensors})).unwrap()["a"].shape, [1, 32]);
         for (metadata, reason) in [
-            (json!({VERSION_KEY: "2", TENSORS_KEY: tensors}), "version \"2\" is not known"),
+            (json!({VERSION_KEY: "2", TENSORS_KEY: tensors}), "version \"2\" is not supported"),
             (json!({VERSION_KEY: 1, TENSORS_KEY: tensors}), "invalid type: integer"),
             (json!({TENSORS_KEY: tensors}), "'mainstem.format_version': it is missing"),
             (json!({VERSION_KEY: "1"}), "'mainstem.tensors': it is missing"),

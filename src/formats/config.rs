@@ -1,7 +1,7 @@
-//! The settings beside a hub model's weights: `config.json` and `generation_config.json`.
+//! Configuration files of a Hugging Face model: `config.json` and `generation_config.json`.
 //!
-//! Invariant: a value of the wrong kind or out of range is an error that names the file and the key; a key
-//! that is null counts as absent, as it does for the programs that write these files.
+//! Invariant: a value of the wrong type or out of range is an error that names the file and the key. A null
+//! value counts as absent, as in the programs that write these files.
 
 use super::Folder;
 use anyhow::{Context, Result, anyhow};
@@ -13,11 +13,11 @@ use std::sync::Arc;
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// Served where there is an encoder.
+/// Supported only for encoder-decoder models.
 const FORCED_BOS: &str = "forced_bos_token_id";
 
-/// Keys of generation_config.json that have no say in which tokens come: the model's own books, how to
-/// compute, how to guess ahead, what to hand back beside the text. Those that begin with '_' have none either.
+/// Keys of generation_config.json that do not affect which tokens are generated: bookkeeping, how to compute,
+/// speculative decoding, additional outputs. Keys that begin with '_' do not either.
 const WITHOUT_SAY: [&str; 24] = [
     "assistant_confidence_threshold",
     "assistant_early_exit",
@@ -45,7 +45,7 @@ const WITHOUT_SAY: [&str; 24] = [
     "use_cache",
 ];
 
-/// Those that are served.
+/// Supported keys of generation_config.json.
 const SERVED: [&str; 8] = [
     "bos_token_id",
     "decoder_start_token_id",
@@ -57,26 +57,26 @@ const SERVED: [&str; 8] = [
     "top_p",
 ];
 
-/// A JSON object of settings, with lookups by key and type.
+/// A JSON object of settings, with typed lookups by key.
 ///
-/// Each lookup has a twin with `opt_`, which gives `None` for an absent key where the other gives an error.
+/// Each lookup `x` fails if the key is absent; its counterpart `opt_x` returns `None` instead.
 #[derive(Clone, Debug)]
 pub struct HubConfig {
     file: PathBuf,
-    /// What stands before a key in an error: "" or, in a nested object, "outer.".
+    /// Prefix of keys in error messages: "" or, in a nested object, "outer.".
     prefix: String,
     entries: Map<String, Value>,
-    /// What the file itself calls a key, where it has another name for it.
+    /// The file's own names of keys, where they differ.
     names: Arc<BTreeMap<String, String>>,
 }
 
 impl HubConfig {
-    /// The `config.json` of a model's folder.
+    /// Reads the `config.json` of a model folder.
     pub fn from_folder(folder: &Folder) -> Result<HubConfig> {
         HubConfig::parse(folder.file(CONFIG), &folder.read_needed(CONFIG)?)
     }
 
-    /// The object in a file of a model's folder; `None` when there is no such file.
+    /// Reads the JSON object in a file of a model folder, or returns `None` if the file does not exist.
     pub fn read_if_present(folder: &Folder, name: &str) -> Result<Option<HubConfig>> {
         folder.read(name)?.map(|content| HubConfig::parse(folder.file(name), &content)).transpose()
     }
@@ -86,32 +86,33 @@ impl HubConfig {
         Ok(HubConfig { file, prefix: String::new(), entries, names: Arc::default() })
     }
 
-    /// Settings that some other file, named for errors, has given.
+    /// Creates settings from entries that come from another file; `file` names it in error messages.
     pub fn from_entries(file: &Path, entries: Map<String, Value>) -> HubConfig {
         HubConfig { file: file.to_owned(), prefix: String::new(), entries, names: Arc::default() }
     }
 
-    /// The same, from a file that has names of its own for keys; nested ones with dots.
+    /// Adds the file's own names of keys, used in error messages. Nested keys are written with dots.
     pub fn with_names(self, names: BTreeMap<String, String>) -> HubConfig {
         HubConfig { names: Arc::new(names), ..self }
     }
 
-    /// The file, to name in errors.
+    /// Returns the file's path, for error messages.
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// The keys, null ones left out.
+    /// Returns the keys with a non-null value.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().filter(|(_, value)| !value.is_null()).map(|(key, _)| key.as_str())
     }
 
-    /// The value as it stands, unless it is null.
+    /// Returns the value of a key, unless it is null.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.get(key).filter(|value| !value.is_null())
     }
 
-    /// The value at a path of keys with dots between them, unless it is null. A key may have dots of its own.
+    /// Returns the value at a path of keys separated by dots, unless it is null. A key may itself contain
+    /// dots.
     pub fn at(&self, path: &str) -> Option<&Value> {
         self.get(path).or_else(|| {
             let mut keys = path.split('.');
@@ -120,7 +121,7 @@ impl HubConfig {
         })
     }
 
-    /// The object at a path of keys.
+    /// Returns the object at a path of keys separated by dots.
     pub fn section_at(&self, path: &str) -> Result<Option<HubConfig>> {
         match path.split_once('.') {
             None => self.section(path),
@@ -131,7 +132,7 @@ impl HubConfig {
         }
     }
 
-    /// A nested object.
+    /// Returns the object at a key.
     pub fn section(&self, key: &str) -> Result<Option<HubConfig>> {
         let Some(entries) = self.typed(key, "an object", Value::as_object)? else { return Ok(None) };
         let prefix = format!("{}{key}.", self.prefix);
@@ -139,17 +140,17 @@ impl HubConfig {
         Ok(Some(HubConfig { file: self.file.clone(), prefix, entries, names }))
     }
 
-    /// A whole number that is not negative.
+    /// Returns a non-negative integer.
     pub fn usize(&self, key: &str) -> Result<usize> {
         self.present(key, self.opt_usize(key)?)
     }
 
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
-        self.typed(key, "a whole number that is not negative", |v| v.as_u64()?.try_into().ok())
+        self.typed(key, "a non-negative integer", |v| v.as_u64()?.try_into().ok())
     }
 
     pub fn opt_u32(&self, key: &str) -> Result<Option<u32>> {
-        self.typed(key, "a whole number of 32 bits", |v| v.as_u64()?.try_into().ok())
+        self.typed(key, "a non-negative 32-bit integer", |v| v.as_u64()?.try_into().ok())
     }
 
     pub fn f64(&self, key: &str) -> Result<f64> {
@@ -160,14 +161,14 @@ impl HubConfig {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// A number, rounded to single precision; one too large for it is an error.
+    /// Returns a number rounded to F32. Fails if it is out of the range of F32.
     pub fn f32(&self, key: &str) -> Result<f32> {
         self.present(key, self.opt_f32(key)?)
     }
 
     pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
         let single = |v: &Value| Some(v.as_f64()? as f32).filter(|x| x.is_finite());
-        self.typed(key, "a number in single precision", single)
+        self.typed(key, "a number in the range of F32", single)
     }
 
     pub fn bool(&self, key: &str) -> Result<bool> {
@@ -186,12 +187,12 @@ impl HubConfig {
         self.typed(key, "a string", Value::as_str)
     }
 
-    /// A token's name, given alone or as the content of its description.
+    /// Returns a token's text, given as a string or as the `content` of an object.
     pub fn opt_token(&self, key: &str) -> Result<Option<&str>> {
         self.typed(key, "a token's name or description", |v| v.as_str().or_else(|| v["content"].as_str()))
     }
 
-    /// Token ids, given as one number or as a list; an absent key is no ids.
+    /// Returns token ids, given as one number or as a list; empty if the key is absent.
     pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| value.as_u64()?.try_into().ok();
         let ids = self.typed(key, "a token id or a list of them", |value| match value {
@@ -201,13 +202,14 @@ impl HubConfig {
         Ok(ids.unwrap_or_default())
     }
 
-    /// What the file calls a key, whether it has it or not; of a nested object, its key.
+    /// Returns the file's name of a key, whether it is present or not, including the keys of enclosing
+    /// objects.
     pub fn name_of(&self, key: &str) -> String {
         let key = format!("{}{key}", self.prefix);
         self.names.get(&key).cloned().unwrap_or(key)
     }
 
-    /// The keys of the file that a key's value is from, as the file calls them, each once.
+    /// Returns the keys of the file that a key's value comes from, in the file's own naming, each once.
     pub fn givers_of(&self, key: &str) -> Vec<String> {
         let members = self.get(key).and_then(Value::as_object).into_iter().flat_map(Map::keys);
         let named = members.filter_map(|member| self.names.get(&format!("{}{key}.{member}", self.prefix)));
@@ -215,7 +217,7 @@ impl HubConfig {
         if named.is_empty() { vec![self.name_of(key)] } else { named.into_iter().cloned().collect() }
     }
 
-    /// An error about a key's value: for what the types cannot say.
+    /// Returns an error about a key's value, for conditions beyond its type.
     pub fn wrong(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
         anyhow!("{}: key '{}': {reason}", self.file.display(), self.name_of(key))
     }
@@ -237,7 +239,8 @@ impl HubConfig {
         value.ok_or_else(|| self.wrong(key, "it is missing"))
     }
 
-    /// A value that was read, which must fit.
+    /// Returns `value` if it satisfies `fits` or is absent, otherwise an error that says it is not in
+    /// `range`.
     pub(super) fn fitting<T: Copy + std::fmt::Display>(
         &self,
         key: &str,
@@ -265,44 +268,44 @@ impl HubConfig {
     }
 }
 
-/// What the model's makers recommend for generation.
+/// Generation defaults of a model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// Tokens that end a sequence.
+    /// Ids of the tokens that end a sequence.
     pub eos: Vec<u32>,
     pub bos: Option<u32>,
     pub do_sample: Option<bool>,
     pub sampling: SamplingDefaults,
-    /// What else would change the answers, and is not served: keys with their values.
+    /// Unsupported settings that would change the output, with their values.
     pub unserved: Map<String, Value>,
 }
 
-/// Tokens that a decoder behind an encoder begins with.
+/// Tokens that the decoder of an encoder-decoder model starts with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DecoderOpening {
-    /// The first one; that of BOS where none is named.
+    /// Decoder start token; BOS if none is configured.
     pub start: Option<u32>,
-    /// The one after it, such as the language to answer in.
+    /// Forced BOS token, which follows the start token, such as the target language.
     pub forced_bos: Option<u32>,
 }
 
-/// How a model wants its tokens drawn: the values that its generation_config.json gives, whatever `do_sample`
-/// says beside them. They stand in for what a request leaves out; what is `None` has no default here.
+/// Default sampling parameters from generation_config.json, independent of its `do_sample`. They apply where
+/// a request leaves a parameter out; `None` means no default.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
-    /// 0 is greedy.
+    /// 0 means greedy decoding.
     pub temperature: Option<f32>,
-    /// 0 keeps all.
+    /// 0 disables the filter.
     pub top_k: Option<u32>,
-    /// Above 0, at most 1.
+    /// Greater than 0, at most 1.
     pub top_p: Option<f32>,
     /// From 0 to 1.
     pub min_p: Option<f32>,
 }
 
 impl GenerationConfig {
-    /// The `generation_config.json` of a model's folder, if it has one. The ids it does not give are taken
-    /// from the model's `config`.
+    /// Reads the `generation_config.json` of a model folder, if it exists. Token ids that it does not have
+    /// are taken from the model's `config`.
     pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<GenerationConfig> {
         let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
         let ids = |key: &str| ids(own.as_ref(), config, key);
@@ -316,7 +319,7 @@ impl GenerationConfig {
         Ok(GenerationConfig { eos, bos, do_sample, sampling, unserved })
     }
 
-    /// The same, of a model whose decoder is told by what it begins with.
+    /// Marks the settings of encoder-decoder models as supported, for such a model.
     pub fn behind_an_encoder(mut self) -> GenerationConfig {
         self.unserved.remove(FORCED_BOS);
         self
@@ -324,25 +327,27 @@ impl GenerationConfig {
 }
 
 impl DecoderOpening {
-    /// Of a model with such a decoder: from the files that [`GenerationConfig::from_folder`] reads.
+    /// Reads the start tokens of an encoder-decoder model, from the files that
+    /// [`GenerationConfig::from_folder`] reads.
     pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
         let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
         let first = |key: &str| Ok::<_, anyhow::Error>(ids(own.as_ref(), config, key)?.first().copied());
         Ok(DecoderOpening {
             start: first("decoder_start_token_id")?.or(first("bos_token_id")?),
-            // Where there is such a file, what it leaves out is not forced.
+            // If generation_config.json exists but has no such key, no token is forced.
             forced_bos: own.as_ref().unwrap_or(config).opt_u32(FORCED_BOS)?,
         })
     }
 }
 
-/// The token ids of a key, from generation_config.json if it has it, else from the model's `config`.
+/// Returns the token ids of a key, from generation_config.json if it has it, otherwise from the model's
+/// `config`.
 fn ids(own: Option<&HubConfig>, config: &HubConfig, key: &str) -> Result<Vec<u32>> {
     own.filter(|own| own.get(key).is_some()).unwrap_or(config).token_ids(key)
 }
 
-/// Whether a setting of generation_config.json would change the answers, were it served. A key that is not
-/// known might.
+/// Whether a setting of generation_config.json is unsupported and would change the output. Unknown keys
+/// count.
 fn is_unserved(key: &str, value: &Value) -> bool {
     let is_neutral = match value {
         Value::Null => true,
@@ -356,7 +361,7 @@ fn is_unserved(key: &str, value: &Value) -> bool {
     has_say && !is_neutral
 }
 
-/// The number with which a setting of generation_config.json changes nothing.
+/// The number with which a setting of generation_config.json has no effect.
 fn neutral_number(key: &str) -> f64 {
     match key {
         "encoder_repetition_penalty"
@@ -367,7 +372,7 @@ fn neutral_number(key: &str) -> f64 {
         | "num_return_sequences"
         | "repetition_penalty"
         | "typical_p" => 1.0,
-        // Programs that write this file wrote their own default into it, meant or not.
+        // The default of the libraries that write this file, which store it even if nobody chose it.
         "max_length" => 20.0,
         _ => 0.0,
     }
@@ -379,14 +384,14 @@ impl SamplingDefaults {
             settings.fitting(key, settings.opt_f32(key)?, range, fits)
         };
         Ok(SamplingDefaults {
-            temperature: number("temperature", "a temperature of 0 or more", |x| x >= 0.0)?,
+            temperature: number("temperature", "a number of 0 or more", |x| x >= 0.0)?,
             top_k: match settings.get("top_k").and_then(Value::as_i64) {
-                // Another way to keep all.
+                // Another notation for a disabled filter.
                 Some(-1) => Some(0),
                 _ => settings.opt_u32("top_k")?,
             },
-            top_p: number("top_p", "above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?,
-            min_p: number("min_p", "from 0 to 1", |x| (0.0..=1.0).contains(&x))?,
+            top_p: number("top_p", "a number above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?,
+            min_p: number("min_p", "a number from 0 to 1", |x| (0.0..=1.0).contains(&x))?,
         })
     }
 }
@@ -425,8 +430,8 @@ mod tests {
         );
         let inner = c.section("inner").unwrap().unwrap();
         let cases = [
-            (c.usize("n").map(drop), "key 'n': -1 is not a whole number"),
-            (c.usize("f").map(drop), "key 'f': 8.5 is not a whole number"),
+            (c.usize("n").map(drop), "key 'n': -1 is not a non-negative integer"),
+            (c.usize("f").map(drop), "key 'f': 8.5 is not a non-negative integer"),
             (c.f64("x").map(drop), "key 'x': \"1\" is not a number"),
             (c.f32("huge").map(drop), "key 'huge'"),
             (c.bool("n").map(drop), "key 'n': -1 is not true or false"),
@@ -435,7 +440,7 @@ mod tests {
             (c.token_ids("ids").map(drop), "key 'ids'"),
             (c.token_ids("big").map(drop), "key 'big'"),
             (c.section("n").map(drop), "key 'n': -1 is not an object"),
-            (inner.usize("n").map(drop), "key 'inner.n': [] is not a whole number"),
+            (inner.usize("n").map(drop), "key 'inner.n': [] is not a non-negative integer"),
         ];
         for (result, reason) in cases {
             let error = format!("{:#}", result.unwrap_err());
@@ -465,7 +470,7 @@ mod tests {
             let error = format!("{:#}", result.unwrap_err());
             assert!(error.contains(named), "{error}");
         }
-        // Of a nested object, only what is there has given something.
+        // For a nested object, only keys that are present count.
         assert_eq!(
             [c.givers_of("inner"), c.givers_of("n"), c.givers_of("plain")],
             [["x.a"], ["x.count"], ["plain"]]
@@ -522,8 +527,8 @@ mod tests {
         }
     }
 
-    /// As transformers has it: the start from either file, BOS in its stead; what is forced from
-    /// generation_config.json alone, if there is one.
+    /// As in transformers: the start token from either file, BOS as a fallback; the forced token only from
+    /// generation_config.json, if it exists.
     #[test]
     fn a_decoder_begins_as_the_files_say() {
         let model = r#"{"decoder_start_token_id":2,"bos_token_id":1,"forced_bos_token_id":7}"#;
@@ -537,7 +542,7 @@ mod tests {
             let found = opening(own, config).unwrap();
             assert_eq!(found, DecoderOpening { start, forced_bos }, "{own:?} {config}");
         }
-        // Models that do not begin like that may have anything there.
+        // Decoder-only models may have any value there.
         for (own, key) in [
             (r#"{"decoder_start_token_id":-1}"#, "'decoder_start_token_id'"),
             (r#"{"forced_bos_token_id":[1]}"#, "'forced_bos_token_id': [1]"),
@@ -552,7 +557,7 @@ mod tests {
         assert!(plain.behind_an_encoder().unserved.keys().eq(["num_beams"]));
     }
 
-    /// `do_sample` alone, or with nothing said of how, is no default.
+    /// `do_sample` alone sets no defaults.
     #[test]
     fn only_values_that_are_given_are_defaults() {
         for own in ["{}", r#"{"do_sample":false}"#, r#"{"do_sample":true,"temperature":null}"#] {

@@ -1,6 +1,6 @@
-//! Where a model's files lie: in a folder on disk, within the program, or in memory.
+//! Access to a model's files, on disk, embedded in the program, or in memory.
 //!
-//! Invariant: embedded bytes are handed out where they are, never copied; an error about a file names it as
+//! Invariant: embedded bytes are borrowed in place, never copied. An error about a file names it as
 //! [`Folder::file`] does.
 
 use super::mmap::MappedFile;
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-/// A folder of a model's files.
+/// A folder with a model's files.
 #[derive(Clone, Debug)]
 pub enum Folder {
     Disk(PathBuf),
@@ -21,33 +21,33 @@ pub enum Folder {
     Memory(Arc<MemoryFolder>),
 }
 
-/// Files that came some other way, by name.
+/// Files held in memory, by name.
 #[derive(Debug)]
 pub struct MemoryFolder {
     name: String,
     files: BTreeMap<String, Vec<u8>>,
 }
 
-/// Files that are part of the program.
+/// Files embedded in the program.
 pub struct EmbeddedFolder {
-    /// What the folder would be called on disk.
+    /// The name the folder would have on disk.
     pub name: &'static str,
-    /// Each file's name and content.
+    /// Name and content of each file.
     pub files: &'static [(&'static str, &'static [u8])],
 }
 
 impl Folder {
-    /// A folder of the file system.
+    /// Creates a folder of the file system.
     pub fn disk(path: &Path) -> Folder {
         Folder::Disk(path.to_owned())
     }
 
-    /// Files that are in memory already, each by its name and content, in a folder of the given name.
+    /// Creates a folder called `name` from files in memory, given as (name, content).
     pub fn memory(name: &str, files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Folder {
         Folder::Memory(Arc::new(MemoryFolder { name: name.to_owned(), files: files.into_iter().collect() }))
     }
 
-    /// The folder, to name in errors. One that is not on disk has no such path.
+    /// Returns the folder's path for error messages. For a folder that is not on disk, it is only a label.
     pub fn path(&self) -> PathBuf {
         match self {
             Folder::Disk(path) => path.clone(),
@@ -56,12 +56,12 @@ impl Folder {
         }
     }
 
-    /// A file of the folder, to name in errors.
+    /// Returns a file's path for error messages.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path().join(name)
     }
 
-    /// Whether there is a file of that name.
+    /// Whether the folder has a file called `name`.
     pub fn has(&self, name: &str) -> bool {
         match self {
             Folder::Disk(path) => path.join(name).exists(),
@@ -70,7 +70,7 @@ impl Folder {
         }
     }
 
-    /// The names of all files and of folders within, in order.
+    /// Returns the names of all files and subfolders, sorted.
     pub fn names(&self) -> Result<Vec<String>> {
         let mut names: Vec<String> = match self {
             Folder::Embedded(folder) => folder.files.iter().map(|(name, _)| (*name).to_owned()).collect(),
@@ -78,7 +78,7 @@ impl Folder {
             Folder::Disk(path) => {
                 let list = || std::fs::read_dir(path)?.collect::<std::io::Result<Vec<_>>>();
                 let entries = list().with_context(|| format!("cannot list {}", path.display()))?;
-                // No file that anything looks for has a name that is no text.
+                // Names that are not UTF-8 are skipped: no file that the loader reads has one.
                 entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect()
             }
         };
@@ -86,7 +86,7 @@ impl Folder {
         Ok(names)
     }
 
-    /// A file's content; `None` when there is no such file.
+    /// Returns a file's content, or `None` if the file does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Cow<'static, [u8]>>> {
         match self {
             Folder::Embedded(folder) => Ok(folder.get(name).map(Cow::Borrowed)),
@@ -99,7 +99,7 @@ impl Folder {
         }
     }
 
-    /// A file's content; an error when there is no such file.
+    /// Returns a file's content. Fails if the file does not exist.
     pub fn read_needed(&self, name: &str) -> Result<Cow<'static, [u8]>> {
         match self.read(name)? {
             Some(content) => Ok(content),
@@ -107,14 +107,14 @@ impl Folder {
         }
     }
 
-    /// A file's text; `None` when there is no such file.
+    /// Returns a file's text, or `None` if the file does not exist.
     pub fn read_text(&self, name: &str) -> Result<Option<String>> {
         let Some(content) = self.read(name)? else { return Ok(None) };
         let text = String::from_utf8(content.into_owned());
         text.map(Some).with_context(|| self.file(name).display().to_string())
     }
 
-    /// A file whose bytes stay at hand: mapped, or where the program has them.
+    /// Opens a file for random access: memory-mapped if it is on disk, otherwise borrowed or held in memory.
     pub(super) fn open(&self, name: &str) -> Result<FileBytes> {
         match self {
             Folder::Disk(path) => Ok(FileBytes::Mapped(Arc::new(MappedFile::open(&path.join(name))?))),
@@ -125,7 +125,7 @@ impl Folder {
     }
 }
 
-/// Whether a name, joined to a folder, stays in that folder on every system.
+/// Whether a file name, joined to a folder, stays in that folder on every operating system.
 pub(crate) fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
@@ -144,10 +144,10 @@ impl fmt::Debug for EmbeddedFolder {
     }
 }
 
-/// The bytes behind a checkpoint, with the path they are known by.
+/// The bytes of a checkpoint's file, with its path.
 pub(super) enum FileBytes {
     Mapped(Arc<MappedFile>),
-    /// Part of the program, or in memory.
+    /// Embedded in the program, or in memory.
     Held {
         path: PathBuf,
         bytes: Cow<'static, [u8]>,
@@ -155,7 +155,7 @@ pub(super) enum FileBytes {
 }
 
 impl FileBytes {
-    /// The path, to name in errors.
+    /// Returns the path, for error messages.
     pub(super) fn path(&self) -> &Path {
         match self {
             FileBytes::Mapped(file) => file.path(),
@@ -163,7 +163,7 @@ impl FileBytes {
         }
     }
 
-    /// The whole file.
+    /// Returns the content of the whole file.
     pub(super) fn bytes(&self) -> &[u8] {
         match self {
             FileBytes::Mapped(file) => file.bytes(),
@@ -171,7 +171,7 @@ impl FileBytes {
         }
     }
 
-    /// Gives the memory of these bytes back, if they can be had again.
+    /// Releases the memory of these bytes, if they can be read again from disk.
     pub(super) fn let_go(&self, bytes: Range<usize>) {
         match self {
             FileBytes::Mapped(file) => file.let_go(bytes),
@@ -194,7 +194,7 @@ mod tests {
     static FILES: EmbeddedFolder =
         EmbeddedFolder { name: "sample", files: &[("a", b"first"), ("b", b"\xff")] };
 
-    /// The same files in memory.
+    /// Returns a folder with [`FILES`] in memory.
     fn memory() -> Folder {
         let files = FILES.files.iter().map(|(name, content)| ((*name).to_owned(), content.to_vec()));
         Folder::memory("sample", files)

@@ -1,29 +1,29 @@
-//! Numbers that a file has in another order or type than they are wanted in: each is picked by its strides.
+//! Tensors stored in another element order or type than the one needed: elements are picked by strides.
 //!
-//! Invariant: every number that the strides reach lies inside the stored bytes, and there are no more of them
-//! than the file holds. Whoever makes a [`Gather`] has checked both.
+//! Invariant: every element that the strides reach lies inside the stored bytes, and there are no more of
+//! them than the file has. The creator of a [`Gather`] checks both.
 
 use super::elements;
 
-/// How to pick a tensor's numbers out of its bytes.
+/// Describes how to pick a tensor's elements from its bytes.
 #[derive(Debug)]
 pub(super) struct Gather {
-    /// From one index of a dimension to the next, in stored numbers.
+    /// Distance between consecutive indices of each dimension, in stored elements.
     pub(super) strides: Vec<usize>,
     pub(super) stored: Stored,
 }
 
-/// What is stored where a number is wanted.
+/// The encoding of a stored element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stored {
-    /// The number itself, of that many bytes.
+    /// In the output type, with this many bytes.
     Itself(usize),
-    /// An f64, where an f32 is wanted: the nearest.
+    /// As F64, which is rounded to the nearest F32.
     Double,
 }
 
 impl Stored {
-    /// Bytes of a number as it is stored.
+    /// Bytes of one stored element.
     fn stored_bytes(self) -> usize {
         match self {
             Stored::Itself(bytes) => bytes,
@@ -31,7 +31,7 @@ impl Stored {
         }
     }
 
-    /// Bytes of a number as it is wanted.
+    /// Bytes of one output element.
     fn wanted_bytes(self) -> usize {
         match self {
             Stored::Itself(bytes) => bytes,
@@ -43,7 +43,7 @@ impl Stored {
         match self {
             Stored::Itself(_) => out.extend_from_slice(number),
             Stored::Double => {
-                let bytes = number.try_into().expect("a double has eight bytes; this is a bug");
+                let bytes = number.try_into().expect("an F64 has eight bytes; this is a bug");
                 out.extend_from_slice(&(f64::from_le_bytes(bytes) as f32).to_le_bytes());
             }
         }
@@ -51,12 +51,12 @@ impl Stored {
 }
 
 impl Gather {
-    /// Bytes of all numbers as they are wanted.
+    /// Bytes of all elements of `shape` in the output type.
     pub(super) fn bytes_len(&self, shape: &[usize]) -> usize {
         count(shape) * self.stored.wanted_bytes()
     }
 
-    /// The numbers of a tensor of that shape whose bytes are `stored`, row-major.
+    /// Returns the elements of a tensor of shape `shape` stored in `stored`, row-major.
     pub(super) fn numbers(&self, stored: &[u8], shape: &[usize]) -> Vec<u8> {
         let width = self.stored.stored_bytes();
         let mut out = Vec::with_capacity(self.bytes_len(shape));
@@ -69,7 +69,8 @@ impl Gather {
         out
     }
 
-    /// Counts `index` up, its last dimension fastest; from where its number is to where the next one is.
+    /// Increments `index`, last dimension fastest, and returns the position of the next element, given the
+    /// current position `at`.
     fn next(&self, index: &mut [usize], mut at: usize, shape: &[usize]) -> usize {
         for ((i, &size), &stride) in index.iter_mut().zip(shape).zip(&self.strides).rev() {
             if *i + 1 < size {
@@ -84,7 +85,7 @@ impl Gather {
 }
 
 fn count(shape: &[usize]) -> usize {
-    elements(shape).expect("counted when the tensor was found; this is a bug")
+    elements(shape).expect("the element count was checked when the tensor was parsed; this is a bug")
 }
 
 #[cfg(test)]

@@ -1,20 +1,21 @@
-//! Numbers stored as signed bytes in groups, each of which has a scale in F32: all bytes of a tensor first, then
-//! the scales of its groups. A group need not end where a row does.
+//! Group quantization of llama2.c version 2: all elements as signed bytes, followed by one F32 scale for each
+//! group of elements. Groups may cross row boundaries.
 //!
-//! Invariant: a number is its byte times its group's scale, rounded once, to an F32; so none of what the file
-//! says is lost. A scale in F16, as blocks of ours have it, would change the numbers.
+//! Invariant: an element is its byte times the scale of its group, rounded once to F32, so no precision of
+//! the file is lost. Converting to a block format with F16 scales would change the values.
 
 const SCALE_BYTES: usize = size_of::<f32>();
 
-/// How a tensor's numbers are grouped.
+/// Group size of a group-quantized tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Groups {
-    /// Numbers of a group; not 0.
+    /// Elements per group; not 0.
     pub(super) size: usize,
 }
 
 impl Groups {
-    /// Bytes of `count` numbers as they are stored; `None` when they are no whole number of groups or overflow.
+    /// Bytes that `count` elements take in the file. `None` if `count` is not a multiple of the group size,
+    /// or on overflow.
     pub(super) fn stored_bytes(self, count: usize) -> Option<usize> {
         if !count.is_multiple_of(self.size) {
             return None;
@@ -22,12 +23,12 @@ impl Groups {
         (count / self.size).checked_mul(SCALE_BYTES)?.checked_add(count)
     }
 
-    /// Bytes of the numbers as they are wanted that are stored in so many.
+    /// Bytes of the F32 elements that are stored in `stored` bytes.
     pub(super) fn wanted_bytes(self, stored: usize) -> usize {
         self.codes(stored) * size_of::<f32>()
     }
 
-    /// The numbers that are stored in these bytes, in F32.
+    /// Returns the elements stored in these bytes, as F32.
     pub(super) fn numbers(self, stored: &[u8]) -> Vec<u8> {
         let (codes, scales) = stored.split_at(self.codes(stored.len()));
         let mut numbers = Vec::with_capacity(self.wanted_bytes(stored.len()));
@@ -38,7 +39,7 @@ impl Groups {
         numbers
     }
 
-    /// The numbers that are stored in so many bytes.
+    /// Number of elements stored in `stored` bytes.
     fn codes(self, stored: usize) -> usize {
         stored / (self.size + SCALE_BYTES) * self.size
     }

@@ -1,7 +1,7 @@
-//! A file's bytes, mapped into memory: pages come from the disk when first read and are shared with
-//! every other process that maps the file.
+//! Memory-mapped files: pages are read from disk on first access and shared with every other process that
+//! maps the file.
 //!
-//! Invariant: the bytes are constant, because nobody writes to a file that is being served.
+//! Invariant: the bytes do not change, because nothing writes to a file that is being served.
 #![allow(unsafe_code)]
 
 use anyhow::{Context, Result, ensure};
@@ -23,7 +23,7 @@ impl MappedFile {
     /// Maps `path`, which must be a regular file.
     pub fn open(path: &Path) -> Result<MappedFile> {
         let name = || path.display().to_string();
-        // Asked before opening: opening a pipe would wait for its writer.
+        // Checked before opening, because opening a pipe would block until it has a writer.
         let metadata = std::fs::metadata(path).with_context(name)?;
         ensure!(metadata.is_file(), "{}: not a regular file", path.display());
         let file = File::open(path).with_context(name)?;
@@ -33,27 +33,27 @@ impl MappedFile {
         Ok(MappedFile { path: path.to_owned(), map })
     }
 
-    /// The path it was opened by.
+    /// Returns the path the file was opened with.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The whole file.
+    /// Returns the content of the whole file.
     pub fn bytes(&self) -> &[u8] {
         &self.map
     }
 
-    /// Gives the memory of these bytes back: whoever reads them again gets them from the disk, or from the system's cache.
+    /// Releases the memory of these bytes. Later reads fetch them again from disk or from the page cache.
     #[cfg(unix)]
     pub fn let_go(&self, bytes: Range<usize>) {
-        // SAFETY: the mapping is of a file and never written to, so that pages which are dropped come back the same.
+        // SAFETY: the mapping is read-only and backed by a file, so dropped pages are read again unchanged.
         let advised =
             unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
-        // Only advice: the memory is given back later, when it is needed.
+        // This is only advice: a failure has no effect on the content.
         drop(advised);
     }
 
-    /// Gives nothing back, where there is no way to.
+    /// Does nothing: this platform has no such call.
     #[cfg(not(unix))]
     pub fn let_go(&self, _: Range<usize>) {}
 }

@@ -1,10 +1,10 @@
-//! Files of weights, read as named tensors over bytes that stay where they are, and the settings that lie
-//! beside them.
+//! Model weights in files, read as named tensors over memory-mapped bytes, and the configuration files that
+//! accompany them.
 //!
-//! Invariant: a [`Checkpoint`] that exists is consistent: every tensor's bytes lie inside its file and are
-//! exactly as many as its shape and type need, or those that its numbers are picked from, unless its type is
-//! foreign. A file that is not so is refused, with the file, the tensor and the reason, before anything is
-//! allocated from a number it holds.
+//! Invariant: every [`Checkpoint`] is consistent. The bytes of each tensor lie inside its file and have
+//! exactly the length that its shape and type require (for gathered tensors, they contain every element that
+//! is read); only tensors of an unsupported type are not measured. A file that violates this is rejected,
+//! with the file, the tensor and the reason, before memory is allocated from a number in the file.
 
 mod mmap;
 
@@ -55,20 +55,20 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-/// Named tensors over the bytes of one or more files.
+/// Named tensors stored in one or more files.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<FileBytes>,
     tensors: Tensors,
 }
 
-/// The formats whose files have settled names in a folder; the first that is there is opened.
+/// Formats with fixed file names in a model folder, in order of preference.
 const FOLDER_KINDS: [Naming; 2] = [safetensors::FILES, pickle::FILES];
 
-/// Tensors by name.
+/// Tensors of a checkpoint, by name.
 type Tensors = BTreeMap<String, Entry>;
 
-/// What a tensor is, and where its bytes lie.
+/// A tensor's type, shape and location.
 #[derive(Debug)]
 struct Entry {
     dtype: Dtype,
@@ -78,23 +78,23 @@ struct Entry {
     layout: Layout,
 }
 
-/// How a tensor's numbers lie in its bytes.
+/// Arrangement of a tensor's elements in its bytes.
 #[derive(Debug)]
 enum Layout {
-    /// As they are wanted: row-major, without gaps.
+    /// Row-major, without gaps.
     Dense,
-    /// The same, of matrices (in, out) that lie there as (out, in).
+    /// Row-major and transposed: matrices of shape (K, N) stored as (N, K).
     Turned,
-    /// To be picked, or made into another type.
+    /// Elements to be picked by strides, or converted to another type.
     Gathered(Gather),
-    /// To be made of bytes and scales.
+    /// Signed bytes with one scale per group, stored in the tensor's own bytes.
     Grouped(Groups),
-    /// To be made of bytes and scales that lie elsewhere.
+    /// 8-bit floats whose scales are a separate tensor.
     Scaled(Scaled),
 }
 
 impl Entry {
-    /// The same where so many files come before its own.
+    /// Returns the entry with its file indices shifted by `files`, for appending to another checkpoint.
     fn behind(mut self, files: usize) -> Entry {
         self.file += files;
         if let Layout::Scaled(Scaled { scales: Some((file, ..)), .. }) = &mut self.layout {
@@ -103,7 +103,7 @@ impl Entry {
         self
     }
 
-    /// Bytes of the numbers as they are wanted.
+    /// Bytes of the elements as [`TensorView::bytes`] returns them.
     fn bytes_len(&self) -> usize {
         match &self.layout {
             Layout::Dense | Layout::Turned => self.bytes.len(),
@@ -114,12 +114,12 @@ impl Entry {
     }
 }
 
-/// The number format of a stored tensor.
+/// The data type of a stored tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Dtype {
     Known(QuantType),
-    /// One that cannot be computed with, by its name in the file. Such a tensor may lie in a file as long as
-    /// nobody needs it; its bytes lie inside the file, but are not held against its shape.
+    /// A type without compute support, by its name in the file. Such a tensor may be in a file as long as
+    /// nothing reads it; its bytes lie inside the file, but are not checked against its shape.
     Foreign(String),
 }
 
@@ -137,19 +137,20 @@ impl fmt::Display for Dtype {
 pub struct TensorView<'a> {
     pub name: &'a str,
     pub dtype: &'a Dtype,
-    /// Outermost dimension first; empty for a single number.
+    /// Outermost dimension first; empty for a scalar.
     pub shape: &'a [usize],
-    /// The file it comes from, to name in errors.
+    /// The file that holds the tensor, for error messages.
     pub file: &'a Path,
     entry: &'a Entry,
     stored: &'a [u8],
-    /// Those that lie elsewhere.
+    /// The bytes of a separate scale tensor; empty if there is none.
     scales: &'a [u8],
 }
 
 impl Checkpoint {
-    /// Tensors that the program made: each by name and shape, its numbers of type `ty` in `buffer` from the
-    /// given byte on. They may share bytes. `path` stands for the file in errors.
+    /// Creates a checkpoint from tensors in memory: each has a name, a shape and the byte offset in `buffer`
+    /// where its elements of type `ty` start. Tensors may share bytes. `path` stands for the file in error
+    /// messages.
     pub fn from_buffer(
         path: &Path,
         buffer: Vec<u8>,
@@ -160,7 +161,7 @@ impl Checkpoint {
         let entry = |(name, shape, begin): (String, Vec<usize>, usize)| {
             let bytes = elements(&shape).and_then(|n| ty.bytes(n)).and_then(|len| begin.checked_add(len));
             let end =
-                bytes.filter(|end| *end <= held).expect("a tensor lies inside its buffer; this is a bug");
+                bytes.filter(|end| *end <= held).expect("every tensor lies inside its buffer; this is a bug");
             let (dtype, bytes) = (Dtype::Known(ty), begin..end);
             (name, Entry { dtype, shape, file: 0, bytes, layout: Layout::Dense })
         };
@@ -169,16 +170,17 @@ impl Checkpoint {
         Checkpoint { files: vec![file], tensors }
     }
 
-    /// Whether a folder has what [`Checkpoint::open_folder`] opens.
+    /// Whether the folder has weights that [`Checkpoint::open_folder`] can open.
     pub fn is_in_folder(folder: &Folder) -> bool {
         FOLDER_KINDS.iter().any(|kind| kind.is_in(folder))
     }
 
-    /// Opens a folder's weights: safetensors if there are any, else what PyTorch saved.
+    /// Opens a folder's weights: safetensors if present, otherwise a PyTorch checkpoint.
     pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
         for kind in &FOLDER_KINDS {
             if let Some(mut checkpoint) = kind.open(folder)? {
-                // Of what PyTorch saved, such codes are refused: how they lie is not looked at.
+                // F8_E4M3 tensors of PyTorch checkpoints are rejected: how they store their scales is
+                // unknown.
                 if kind.single == safetensors::FILES.single {
                     checkpoint.settle_scales(folder)?;
                 }
@@ -186,47 +188,47 @@ impl Checkpoint {
             }
         }
         let names = FOLDER_KINDS.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
-        bail!("{}: no weights are there: looked for {names}", folder.path().display())
+        bail!("{}: no weights found (looked for {names})", folder.path().display())
     }
 
-    /// The tensor of that name.
+    /// Returns the tensor called `name`.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.tensors.get_key_value(name).map(|(name, entry)| self.view(name, entry))
     }
 
-    /// Gives the memory of a tensor's bytes back to the system: it has been read, and has a place elsewhere.
+    /// Releases the memory of a tensor's bytes, for use after the tensor has been copied elsewhere.
     pub fn let_go(&self, name: &str) {
         if let Some(entry) = self.tensors.get(name) {
             self.files[entry.file].let_go(entry.bytes.clone());
         }
     }
 
-    /// Every tensor, in the order of names.
+    /// Returns every tensor, sorted by name.
     pub fn tensors(&self) -> impl Iterator<Item = TensorView<'_>> {
         self.tensors.iter().map(|(name, entry)| self.view(name, entry))
     }
 
-    /// Every tensor's name, in order.
+    /// Returns the name of every tensor, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The files, in the order they were opened.
+    /// Returns the files in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(FileBytes::path)
     }
 
-    /// Leaves a tensor out: one that is no weight, and has been read.
+    /// Removes a tensor: for one that is not a weight and has already been read.
     pub fn forget(&mut self, name: &str) {
         self.tensors.remove(name);
     }
 
-    /// Bytes of all tensors together.
+    /// Total bytes of all tensors, as [`TensorView::bytes`] returns them.
     pub fn total_bytes(&self) -> usize {
         self.tensors.values().map(Entry::bytes_len).sum()
     }
 
-    /// Takes the tensors of another one; refuses those that are here already.
+    /// Adds the tensors of another checkpoint. Fails if a name occurs in both.
     fn join(&mut self, other: Checkpoint) -> Result<()> {
         let first = self.files.len();
         self.files.extend(other.files);
@@ -235,7 +237,7 @@ impl Checkpoint {
             let file = self.files[entry.file].path();
             ensure!(
                 !self.tensors.contains_key(&name),
-                "{}: tensor '{name}': another file has it too",
+                "{}: tensor '{name}': it is also in another file",
                 file.display()
             );
             self.tensors.insert(name, entry);
@@ -265,8 +267,8 @@ impl Checkpoint {
 }
 
 impl<'a> TensorView<'a> {
-    /// The numbers, little-endian, row-major and of any alignment: those of the file, or a copy where the file
-    /// has them in another order or type. Each call makes its own copy.
+    /// Returns the elements: little-endian, row-major, of any alignment. Borrows the file's bytes where they
+    /// are stored that way; otherwise every call makes a new copy.
     pub fn bytes(&self) -> Cow<'a, [u8]> {
         match &self.entry.layout {
             Layout::Dense | Layout::Turned => Cow::Borrowed(self.stored),
@@ -276,17 +278,17 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// Whether its bytes are those of matrices (out, in), though its shape is (in, out).
+    /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
     pub fn is_turned(&self) -> bool {
         matches!(self.entry.layout, Layout::Turned)
     }
 
-    /// How many [`TensorView::bytes`] are; the file is not read for it.
+    /// Length of [`TensorView::bytes`], computed without reading the file.
     pub fn bytes_len(&self) -> usize {
         self.entry.bytes_len()
     }
 
-    /// The number format that the file has.
+    /// Name of the data type in the file.
     pub fn stored_name(&self) -> &'a str {
         match (&self.entry.layout, self.dtype) {
             (Layout::Scaled(_), _) => scaled::NAME,
@@ -295,8 +297,8 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// The number format to load it in where nobody says: its own, but 16 bits for codes of 8 with scales, which have a
-    /// fraction of 3 bits.
+    /// Returns the number format to load the tensor in by default: the stored one, or BF16 for F8_E4M3, which has
+    /// a fraction of only 3 bits.
     pub fn usual_type(&self) -> Result<QuantType> {
         match self.entry.layout {
             Layout::Scaled(_) => Ok(QuantType::BF16),
@@ -304,12 +306,13 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// How many bytes of the file they are made of.
+    /// Number of bytes the tensor occupies in the file, without separate scales.
     pub fn stored_len(&self) -> usize {
         self.stored.len()
     }
 
-    /// The number format; an error that names file, tensor and format if it cannot be computed with.
+    /// Returns the number format. Fails, naming the file, the tensor and the type, if there is no compute
+    /// support for it.
     pub fn quant_type(&self) -> Result<QuantType> {
         match self.dtype {
             Dtype::Known(ty) => Ok(*ty),
@@ -323,15 +326,15 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// The elements of a shape, if they can be counted.
+/// Returns the number of elements of a shape, or `None` on overflow.
 fn elements(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, dim| product.checked_mul(*dim))
 }
 
-/// The `N` bytes at `at`, which a truncated file may lack.
+/// Returns the `N` bytes at offset `at`. Fails if the file is shorter.
 fn fixed_bytes<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N]> {
     match bytes.get(at..).and_then(|rest| rest.first_chunk::<N>()) {
         Some(chunk) => Ok(*chunk),
-        None => bail!("truncated: {N} bytes expected at offset {at}, and the file ends at {}", bytes.len()),
+        None => bail!("truncated: expected {N} bytes at offset {at}, but the file ends at {}", bytes.len()),
     }
 }

@@ -1,72 +1,79 @@
-//! Rotary settings of a model's config.json, in the two spellings they have had.
+//! RoPE settings of a model's config.json, in the older (`rope_scaling`) and the newer (`rope_parameters`)
+//! form.
 //!
-//! Invariant: a setting that is not understood is refused by its key, for it would change every answer.
+//! Invariant: an unknown setting is rejected by its key, because ignoring it would change every output.
 
 use super::HubConfig;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// What rotary embeddings use when `rope_theta` is absent.
+/// Base of the rotary frequencies if `rope_theta` is absent.
 const ROPE_THETA: f64 = 10_000.0;
 
-/// Where the settings have been: the first is the older.
+/// Keys of the section with the RoPE settings, older first.
 const SECTIONS: [&str; 2] = ["rope_scaling", "rope_parameters"];
 
-/// Turns within the original context above which, and below which, YaRN changes all or nothing, where nobody says.
+/// YaRN defaults (`beta_fast`, `beta_slow`): rotations within the original context above which frequencies
+/// stay unchanged, and below which they are fully interpolated.
 const YARN_BETAS: (f64, f64) = (32.0, 1.0);
 
-/// Rotary position embeddings: pair i of a head of `d` numbers turns by position * theta^(-2i/d), scaled.
+/// Rotary position embeddings: pair i of a head of `d` elements rotates by position * theta^(-2i/d), with
+/// scaled frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     pub theta: f64,
     pub scaling: RopeScaling,
 }
 
-/// How the frequencies are changed to reach beyond the context of training. Contexts are in tokens.
+/// Change of the frequencies that extends the context beyond the training context. Contexts are in tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
-    /// All divided by `factor`.
+    /// All frequencies divided by `factor`.
     Linear {
         factor: f64,
     },
-    /// For sequences longer than `context`, a base that grows with their length (NTK-aware scaling).
+    /// For sequences longer than `context`, a base that grows with their length (dynamic NTK-aware scaling).
     Dynamic {
         factor: f64,
         context: usize,
     },
-    /// Llama 3.1: those of wavelength above `original_context / low_freq_factor` divided by `factor`, those
-    /// below `original_context / high_freq_factor` unchanged, and between the two a blend.
+    /// Llama 3.1: frequencies of wavelength above `original_context / low_freq_factor` are divided by
+    /// `factor`, those below `original_context / high_freq_factor` are unchanged, and those between are
+    /// blended.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
         high_freq_factor: f64,
         original_context: usize,
     },
-    /// Peng et al. 2023: those that turn more than `beta_fast` times within the original context unchanged, those that turn
-    /// less than `beta_slow` times divided by `factor`, and between the two a blend.
+    /// YaRN (Peng et al. 2023): frequencies with more than `beta_fast` rotations within the original context
+    /// are unchanged, those with fewer than `beta_slow` are divided by `factor`, and those between are
+    /// blended.
     Yarn {
         factor: f64,
         original_context: usize,
         beta_fast: f64,
         beta_slow: f64,
-        /// Multiplies cosines and sines.
+        /// Multiplier of cosines and sines.
         attention_factor: f64,
-        /// The blend begins and ends at whole pairs.
+        /// Whether the blend begins and ends at whole pairs.
         truncate: bool,
     },
-    /// Ding et al. 2024: each divided by a factor of its own; which ones, the sequence's length decides.
+    /// LongRoPE (Ding et al. 2024): each pair's frequency is divided by its own factor, from `short` or
+    /// `long` depending on the sequence length.
     LongRope {
         short: Vec<f64>,
         long: Vec<f64>,
         original_context: usize,
         attention_factor: f64,
     },
-    /// Each divided by a factor of its own: as many as there are pairs.
+    /// Each pair's frequency divided by its own factor; one factor per pair.
     Factors(Vec<f64>),
 }
 
-/// Keys of a configuration, nested ones with dots; none where the format's own meaning stands.
+/// Configuration keys that the RoPE settings come from, nested ones with dots; empty where the format's
+/// default applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RopeKeys {
     pub theta: Vec<String>,
@@ -74,7 +81,8 @@ pub struct RopeKeys {
 }
 
 impl RopeConfig {
-    /// The rotary settings of a model: `rope_theta` with `rope_scaling`, or `rope_parameters` that hold both.
+    /// Reads a model's RoPE settings: `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds
+    /// both.
     pub fn from_config(config: &HubConfig) -> Result<RopeConfig> {
         let outer_theta = config.positive("rope_theta")?.unwrap_or(ROPE_THETA);
         let read = |key| {
@@ -86,13 +94,13 @@ impl RopeConfig {
         match (read(old)?, read(new)?) {
             (None, None) => Ok(RopeConfig { theta: outer_theta, scaling: RopeScaling::None }),
             (Some(old), Some(new)) if old != new => {
-                Err(config.wrong("rope_parameters", "it says something else than rope_scaling"))
+                Err(config.wrong("rope_parameters", "it contradicts rope_scaling"))
             }
             (Some(rope), _) | (_, Some(rope)) => Ok(rope),
         }
     }
 
-    /// The keys that [`RopeConfig::from_config`] takes each part from.
+    /// Returns the keys that [`RopeConfig::from_config`] reads theta and scaling from.
     pub fn keys(config: &HubConfig) -> Result<RopeKeys> {
         let mut keys = RopeKeys::default();
         for name in SECTIONS {
@@ -110,7 +118,7 @@ impl RopeConfig {
 }
 
 impl RopeScaling {
-    /// The scaling that an object of `config` describes.
+    /// Parses the scaling section `section` of `config`.
     pub fn from_section(section: &HubConfig, config: &HubConfig) -> Result<RopeScaling> {
         only_known_keys(section)?;
         let key = if section.get("rope_type").is_some() { "rope_type" } else { "type" };
@@ -118,7 +126,10 @@ impl RopeScaling {
         if let Some(factors) = section.positives("factors")? {
             return match kind {
                 "default" => Ok(RopeScaling::Factors(factors)),
-                _ => Err(section.wrong("factors", format_args!("they cannot go with scaling '{kind}'"))),
+                _ => {
+                    Err(section
+                        .wrong("factors", format_args!("they cannot be combined with scaling '{kind}'")))
+                }
             };
         }
         match kind {
@@ -142,7 +153,7 @@ impl RopeScaling {
         let low_freq_factor = section.needed_positive("low_freq_factor")?;
         let high_freq_factor = section.needed_positive("high_freq_factor")?;
         if high_freq_factor <= low_freq_factor {
-            return Err(section.wrong("high_freq_factor", "it must be above low_freq_factor"));
+            return Err(section.wrong("high_freq_factor", "it must be greater than low_freq_factor"));
         }
         let original_context = positive_context(section, "original_max_position_embeddings")?;
         let factor = section.needed_positive("factor")?;
@@ -180,7 +191,7 @@ impl RopeScaling {
         Ok(RopeScaling::LongRope { short: short?, long: long?, original_context, attention_factor })
     }
 
-    /// Factors by pair that it has: which key, and how many.
+    /// Returns key and length of every list with one factor per pair.
     pub fn by_pair(&self) -> Vec<(&'static str, usize)> {
         match self {
             RopeScaling::LongRope { short, long, .. } => {
@@ -191,7 +202,7 @@ impl RopeScaling {
         }
     }
 
-    /// It in the words of a report.
+    /// Returns the scaling as JSON, for reports.
     pub fn to_json(&self) -> Value {
         match self {
             RopeScaling::None => json!({"kind": "none"}),
@@ -264,12 +275,12 @@ fn only_known_keys(section: &HubConfig) -> Result<()> {
         "max_position_embeddings",
     ];
     match section.keys().find(|key| !KNOWN.contains(key)) {
-        Some(unknown) => Err(section.wrong(unknown, "this setting of rotary embeddings is not supported")),
+        Some(unknown) => Err(section.wrong(unknown, "this RoPE setting is not supported")),
         None => Ok(()),
     }
 }
 
-/// The context of training: said beside the scaling, or by the model.
+/// Returns the training context: from the scaling section, or else from the model's config.
 fn original_context(section: &HubConfig, config: &HubConfig) -> Result<usize> {
     const KEY: &str = "original_max_position_embeddings";
     match [section, config].into_iter().find(|settings| settings.get(KEY).is_some()) {
@@ -278,7 +289,8 @@ fn original_context(section: &HubConfig, config: &HubConfig) -> Result<usize> {
     }
 }
 
-/// How many times its context of training a model reaches.
+/// Returns the context extension factor: as given, or else the model's context divided by the training
+/// context.
 fn stretch(section: &HubConfig, config: &HubConfig, original_context: usize) -> Result<f64> {
     match section.positive("factor")? {
         Some(factor) => Ok(factor),
@@ -288,7 +300,7 @@ fn stretch(section: &HubConfig, config: &HubConfig, original_context: usize) -> 
 
 fn positive_context(settings: &HubConfig, key: &str) -> Result<usize> {
     match settings.usize(key)? {
-        0 => Err(settings.wrong(key, "it must be above 0")),
+        0 => Err(settings.wrong(key, "it must be greater than 0")),
         context => Ok(context),
     }
 }
@@ -370,17 +382,17 @@ mod tests {
             (r#"{"rope_parameters":{"factors":[1,0]}}"#, "'rope_parameters.factors': [1,0] is not a list of"),
             (
                 r#"{"rope_parameters":{"factors":[1],"type":"linear","factor":2}}"#,
-                "'rope_parameters.factors': they cannot go with scaling 'linear'",
+                "'rope_parameters.factors': they cannot be combined with scaling 'linear'",
             ),
             (r#"{"rope_theta":0}"#, "'rope_theta': 0 is not a positive number"),
             (r#"{"rope_scaling":"linear"}"#, "'rope_scaling': \"linear\" is not an object"),
             (
                 r#"{"rope_scaling":{"type":"linear","factor":2},"rope_parameters":{"type":"linear","factor":4}}"#,
-                "'rope_parameters': it says something else",
+                "'rope_parameters': it contradicts rope_scaling",
             ),
             (
                 r#"{"rope_scaling":{"type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":4}}"#,
-                "'rope_scaling.high_freq_factor': it must be above",
+                "'rope_scaling.high_freq_factor': it must be greater than",
             ),
         ];
         for (text, reason) in cases {

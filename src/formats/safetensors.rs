@@ -1,8 +1,9 @@
-//! Safetensors: a little-endian header length, a JSON header of that many bytes that says for each tensor its
-//! type, shape and byte range, and then the data. What the format has no type for is described in its metadata.
+//! The safetensors format: a little-endian header length, a JSON header with the type, shape and byte range
+//! of each tensor, and then the data. Tensors in formats that safetensors cannot express are described in the
+//! header's metadata.
 //!
-//! Invariant: the tensors of an accepted file tile its data section: no overlap, no hole, nothing after the
-//! last.
+//! Invariant: the tensors of an accepted file tile its data section: without overlaps, gaps, or bytes after
+//! the last tensor.
 
 use super::coded::{self, Coded};
 use super::folder::Folder;
@@ -16,19 +17,19 @@ use std::collections::BTreeMap;
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// The format's own bound on its header.
+/// Maximum header size, as the format defines it.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-/// How a folder holds such files.
+/// File names of safetensors weights in a model folder.
 pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
 
-/// The number types that can be served, by their names in the header.
+/// Supported element types, by their names in the header.
 pub(super) const DTYPES: [(&str, QuantType); 3] =
     [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
 
 impl Checkpoint {
-    /// Opens a folder's safetensors: `model.safetensors`, or the files that `model.safetensors.index.json`
-    /// names.
+    /// Opens a folder's safetensors: `model.safetensors`, or the files listed in
+    /// `model.safetensors.index.json`.
     pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
         let mut checkpoint = FILES.open_needed(folder)?;
         checkpoint.settle_scales(folder)?;
@@ -36,18 +37,18 @@ impl Checkpoint {
     }
 }
 
-/// The tensors of a file with these bytes.
+/// Parses the tensors of a safetensors file.
 fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
     let declared = u64::from_le_bytes(fixed_bytes(bytes, 0)?);
     ensure!(
         declared <= HEADER_BYTES_MAX,
-        "a header of {declared} bytes: at most {HEADER_BYTES_MAX} are allowed"
+        "a header of {declared} bytes is too large (at most {HEADER_BYTES_MAX})"
     );
     let data_start = 8 + declared as usize;
     let Some(header) = bytes.get(8..data_start) else {
         bail!("truncated: a header of {declared} bytes is declared in a file of {} bytes", bytes.len());
     };
-    ensure!(header.first() == Some(&b'{'), "no safetensors file: the header is not a JSON object");
+    ensure!(header.first() == Some(&b'{'), "not a safetensors file: the header is not a JSON object");
     let described: ByTensor<Described> = serde_json::from_slice(header).context("in the header")?;
     check_tiling(&described.tensors, bytes.len() - data_start)?;
     let coded = coded::of_metadata(&described.metadata).context("in the header's metadata")?;
@@ -66,20 +67,20 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
     described.tensors.into_iter().map(entry).collect()
 }
 
-/// Asserts that the tensors' ranges follow each other from the first byte of the data to its last.
+/// Checks that the tensors' byte ranges follow each other from the first byte of the data to the last.
 fn check_tiling(tensors: &BTreeMap<String, Described>, data_bytes: usize) -> Result<()> {
     let mut ranges: Vec<_> = tensors.iter().map(|(name, t)| (t.data_offsets, name)).collect();
     ranges.sort_unstable();
     let mut covered = 0;
     for ([begin, end], name) in ranges {
-        ensure!(begin <= end, "tensor '{name}': it ends at {end}, before it begins at {begin}");
+        ensure!(begin <= end, "tensor '{name}': it ends at {end}, before its start at {begin}");
         ensure!(
             begin >= covered,
             "tensor '{name}': it begins at {begin}, inside the tensor that ends at {covered}"
         );
         ensure!(
             begin <= covered,
-            "tensor '{name}': bytes {covered} to {begin} before it belong to no tensor"
+            "tensor '{name}': the bytes {covered} to {begin} before it belong to no tensor"
         );
         ensure!(
             end <= data_bytes,
@@ -94,7 +95,7 @@ fn check_tiling(tensors: &BTreeMap<String, Described>, data_bytes: usize) -> Res
     Ok(())
 }
 
-/// One tensor as the header describes it. Offsets in bytes from the start of the data section.
+/// A tensor as the header describes it. Offsets are in bytes from the start of the data section.
 #[derive(Deserialize)]
 struct Described {
     dtype: String,
@@ -103,7 +104,7 @@ struct Described {
 }
 
 impl Described {
-    /// The tensor's place in the file. Its range has been found to lie inside the data section.
+    /// Converts the description to an entry. Its byte range must lie inside the data section.
     fn entry(self, name: &str, file: usize, data_start: usize) -> Result<Entry> {
         let Described { dtype, shape, data_offsets: [begin, end] } = self;
         let dtype = match DTYPES.into_iter().find(|(known, _)| *known == dtype) {
@@ -112,7 +113,7 @@ impl Described {
         };
         if let Dtype::Known(ty) = dtype {
             let Some(needed) = elements(&shape).and_then(|n| ty.bytes(n)) else {
-                bail!("tensor '{name}': shape {shape:?} of {ty} is too large to count");
+                bail!("tensor '{name}': shape {shape:?} of {ty} is too large");
             };
             let held = end - begin;
             ensure!(
@@ -124,7 +125,7 @@ impl Described {
         Ok(Entry { dtype, shape, file, bytes, layout: Layout::Dense })
     }
 
-    /// The same of a tensor whose bytes the metadata explains.
+    /// Converts the description of a packed tensor, which the metadata explains, to an entry.
     fn coded_entry(self, coded: &Coded, file: usize, data_start: usize) -> Result<Entry> {
         let Described { dtype, shape, data_offsets: [begin, end] } = self;
         let ty = coded.check(&dtype, &shape, end - begin)?;
@@ -151,7 +152,7 @@ mod tests {
         [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()
     }
 
-    /// What a file with these bytes is refused for.
+    /// Opens a file with these bytes and returns the error.
     fn refusal(bytes: &[u8]) -> String {
         let folder = Scratch::new();
         let path = folder.write(SINGLE, bytes);
@@ -211,10 +212,10 @@ mod tests {
             (a("[2,1]", "[-2,-1]"), "tensor 'a': invalid value"),
             (a("[2,1]", "[2.5]"), "tensor 'a': invalid type"),
             (a("[0,8]", "[0,8,16]"), "tensor 'a'"),
-            (a("[0,8]", "[8,0]"), "tensor 'a': it ends at 0, before it begins at 8"),
+            (a("[0,8]", "[8,0]"), "tensor 'a': it ends at 0, before its start at 8"),
             (a("[0,8]", "[0,10]"), "tensor 'none': it begins at 8, inside the tensor that ends at 10"),
-            (a("[0,8]", "[2,8]"), "tensor 'a': bytes 0 to 2 before it belong to no tensor"),
-            (a("[14,16]", "[15,16]"), "tensor 'one': bytes 14 to 15 before it"),
+            (a("[0,8]", "[2,8]"), "tensor 'a': the bytes 0 to 2 before it belong to no tensor"),
+            (a("[14,16]", "[15,16]"), "tensor 'one': the bytes 14 to 15 before it"),
             (a("[14,16]", "[14,18]"), "truncated: tensor 'one' ends at 18, and the data has 16 bytes"),
             (a("[14,16]", "[14,18446744073709551615]"), "truncated: tensor 'one' ends at"),
             (a("[14,16]", "[14,18446744073709551616]"), "tensor 'one'"),
@@ -268,7 +269,7 @@ mod tests {
 
     const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-    /// A folder with an index and two files of one tensor each, "x" and "y".
+    /// Creates a folder with an index and two files of one tensor each, "x" and "y".
     fn sharded(index: &str) -> Scratch {
         let folder = Scratch::new();
         for (shard, name) in SHARDS.iter().zip(["x", "y"]) {
@@ -298,12 +299,12 @@ mod tests {
         let [one, two] = SHARDS;
         let listed_once = format!(r#"{{"weight_map":{{"x":"{one}"}}}}"#);
         let twice = format!(r#"{{"weight_map":{{"x":"{one}","y":"{two}","x":"{two}"}}}}"#);
-        let swapped = format!("{one}: tensor 'y': the index says it is here, but it is not");
+        let swapped = format!("{one}: tensor 'y': it is listed in the index, but not in this file");
         let mut cases = vec![
             (index(two, one), swapped.as_str()),
-            (index(one, one), "tensor 'y': the index says it is here, but it is not"),
+            (index(one, one), "tensor 'y': it is listed in the index, but not"),
             (index(one, "absent.safetensors"), "absent.safetensors"),
-            (listed_once.replace(one, two), "tensor 'x': the index says it is here, but it is not"),
+            (listed_once.replace(one, two), "tensor 'x': it is listed in the index, but not"),
             (twice, "tensor 'x': it is described twice"),
             (r#"{"weight_map":{"x":3}}"#.to_owned(), "tensor 'x': invalid type"),
             ("{}".to_owned(), "missing field `weight_map`"),
@@ -325,7 +326,7 @@ mod tests {
             "z":{"dtype":"F16","shape":[0],"data_offsets":[2,2]}}"#;
         folder.write(SHARDS[1], &file(header, b"yy"));
         let error = format!("{:#}", Checkpoint::open_safetensors(&folder.folder()).unwrap_err());
-        assert!(error.contains("tensor 'z': the index does not say that it is here"), "{error}");
+        assert!(error.contains("tensor 'z': it is in this file, but the index does not say so"), "{error}");
     }
 
     #[test]

@@ -1,15 +1,16 @@
-//! Numbers of 8 bits, F8_E4M3, whose scales are a tensor of their own: one for all, one for each row, or one for each block of
-//! rows and columns.
+//! F8_E4M3 weights (8-bit floats) with scales in a separate tensor: one per tensor, one per row, or one per
+//! block of rows and columns.
 //!
-//! | tensor | is |
+//! | tensor | content |
 //! |---|---|
-//! | NAME | codes of shape (out, in), a byte each |
-//! | NAME`_scale` or NAME`_scale_inv` | what they are multiplied by; in spite of its name the second is no inverse |
+//! | NAME | F8_E4M3 elements of shape (N, K), one byte each |
+//! | NAME`_scale` or NAME`_scale_inv` | their multipliers; despite its name, the second is not an inverse |
 //!
-//! A scale has the shape () or (1), (out) or (out, 1), or with `weight_block_size` [rows, columns] of config.json's
-//! `quantization_config` that of the blocks, of which the last ones may be smaller. Without a scale codes are numbers as they are.
-//! Invariant: a number is its code's value times its scale, rounded once, to an F32; a NaN stays one. Every scale that counts
-//! is known to fit, and no longer a tensor by itself.
+//! A scale tensor has the shape () or (1), (N) or (N, 1), or, with `weight_block_size` [rows, columns] in
+//! config.json's `quantization_config`, one element per block, where the last blocks may be smaller. Without
+//! a scale tensor the elements are used as they are.
+//! Invariant: an element is its F8_E4M3 value times its scale, rounded once to F32; a NaN stays a NaN. Every
+//! scale tensor that is used has been checked to fit, and is no longer a tensor of its own.
 
 use super::folder::Folder;
 use super::{Checkpoint, Dtype, Entry, HubConfig, Layout, elements};
@@ -17,14 +18,15 @@ use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
 
-/// The type's name in a file, and what `inspect` calls it.
+/// Name of the type in a safetensors header, and in the output of `inspect`.
 const DTYPE: &str = "F8_E4M3";
 pub(super) const NAME: &str = "f8_e4m3";
 
-/// How names of scales end, behind that of what they scale.
+/// Suffixes of scale tensors, after the name of the tensor they scale.
 const SCALES: [&str; 2] = ["_scale", "_scale_inv"];
 
-/// How names of scales end that are for activations, keys or values: those are not rounded to 8 bits here.
+/// Suffixes of the scales of activations, keys or values. They are unused: activations are not rounded to 8
+/// bits here.
 const OF_ACTIVATIONS: [&str; 8] = [
     ".input_scale",
     ".input_scale_ub",
@@ -36,28 +38,28 @@ const OF_ACTIVATIONS: [&str; 8] = [
     ".prob_scale",
 ];
 
-/// Numbers of one sign: 7 bits of exponent and fraction. The last one is a NaN.
+/// The format below the sign bit: exponent bias, fraction bits, and the one pattern that is a NaN.
 const EXPONENT_BIAS: i32 = 7;
 const FRACTION_BITS: u32 = 3;
 const NAN: u8 = 0x7f;
 
-/// Where the scales of a tensor's codes are.
+/// Location of an F8_E4M3 tensor's scales.
 #[derive(Debug)]
 pub(super) struct Scaled {
-    /// The file, its bytes, and the scales' type; `None` where there are none.
+    /// File index, byte range and type of the scales; `None` if there are none.
     pub(super) scales: Option<(usize, Range<usize>, QuantType)>,
     columns: usize,
-    /// Rows and columns that share a scale, neither 0.
+    /// Rows and columns that share a scale; neither is 0.
     block: [usize; 2],
 }
 
 impl Scaled {
-    /// Bytes of so many numbers as they are wanted.
+    /// Bytes of `codes` elements as F32.
     pub(super) fn wanted_bytes(&self, codes: usize) -> usize {
         codes * size_of::<f32>()
     }
 
-    /// The numbers of these codes and scales, in F32.
+    /// Multiplies F8_E4M3 elements by their scales and returns them as F32.
     pub(super) fn numbers(&self, codes: &[u8], scales: &[u8]) -> Vec<u8> {
         let scales = self.scales(scales);
         let [rows, columns] = self.block;
@@ -82,7 +84,7 @@ impl Scaled {
     }
 }
 
-/// What a code stands for: a sign, 4 bits of exponent and 3 of fraction, without infinities.
+/// Decodes an F8_E4M3 element: a sign, 4 exponent bits and 3 fraction bits, without infinities.
 fn value(code: u8) -> f32 {
     let (exponent, fraction) = (i32::from(code >> FRACTION_BITS & 15), f32::from(code & 7));
     let size = match (code & NAN, exponent) {
@@ -94,7 +96,7 @@ fn value(code: u8) -> f32 {
 }
 
 impl Checkpoint {
-    /// Takes every tensor of such codes together with its scales.
+    /// Attaches the scale tensors to every F8_E4M3 tensor.
     pub(super) fn settle_scales(&mut self, folder: &Folder) -> Result<()> {
         let is_coded = |entry: &Entry| entry.dtype == Dtype::Foreign(DTYPE.to_owned());
         let names = self.tensors.iter().filter(|(_, entry)| is_coded(entry)).map(|(name, _)| name.clone());
@@ -112,32 +114,32 @@ impl Checkpoint {
         let mut found = found.iter().filter_map(|scales| self.tensors.remove_entry(scales));
         let (scales, other) = (found.next(), found.next());
         if let (Some((one, _)), Some((other, _))) = (&scales, &other) {
-            bail!("it has two tensors of scales, '{one}' and '{other}'");
+            bail!("it has two scale tensors, '{one}' and '{other}'");
         }
-        let entry = self.tensors.get_mut(name).context("it was there; this is a bug")?;
+        let entry = self.tensors.get_mut(name).context("the name comes from this map; this is a bug")?;
         let held = entry.bytes.len();
         let &[rows, columns] = &entry.shape[..] else {
-            bail!("{DTYPE} of shape {:?} is no matrix", entry.shape)
+            bail!("shape {:?} of {DTYPE} is not a matrix", entry.shape)
         };
         let fits = elements(&entry.shape) == Some(held);
-        ensure!(fits, "shape {:?} of {DTYPE} does not have {held} bytes", entry.shape);
+        ensure!(fits, "shape {:?} of {DTYPE} does not match its {held} bytes", entry.shape);
         let whole = [rows.max(1), columns.max(1)];
         let scaled = match scales {
             None => Scaled { scales: None, columns, block: whole },
             Some((scales, entry)) => {
                 let block = shared_by(&entry.shape, [rows, columns], block).with_context(|| {
                     format!(
-                        "scales '{scales}' of shape {:?} do not fit {rows} x {columns} numbers",
+                        "scales '{scales}' of shape {:?} do not fit {rows} x {columns} elements",
                         entry.shape
                     )
                 })?;
                 let ty = match (&entry.dtype, &entry.layout) {
                     (Dtype::Known(ty), Layout::Dense) if !ty.is_blocked() => *ty,
                     (Dtype::Known(ty), _) => {
-                        bail!("scales '{scales}' are {ty}, which scales are not read in")
+                        bail!("scales '{scales}' have the unsupported type {ty}")
                     }
                     (Dtype::Foreign(ty), _) => {
-                        bail!("scales '{scales}' are {ty}, which scales are not read in")
+                        bail!("scales '{scales}' have the unsupported type {ty}")
                     }
                 };
                 Scaled { scales: Some((entry.file, entry.bytes, ty)), columns, block }
@@ -148,14 +150,16 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Whether a tensor scales activations of a model whose weights are such codes: no weight, and nothing is lost without it.
+    /// Whether a tensor is an activation scale of a model with F8_E4M3 weights. Such a tensor is not a weight
+    /// and can be ignored.
     pub fn scales_activations(&self, name: &str) -> bool {
         let is_scaled = |entry: &Entry| matches!(entry.layout, Layout::Scaled(_));
         OF_ACTIVATIONS.iter().any(|end| name.ends_with(end)) && self.tensors.values().any(is_scaled)
     }
 }
 
-/// Rows and columns that share a scale, of scales of that shape.
+/// Returns the rows and columns that share a scale, given the shape of the scale tensor; `None` if it does
+/// not fit.
 fn shared_by(scales: &[usize], [rows, columns]: [usize; 2], block: Option<[usize; 2]>) -> Option<[usize; 2]> {
     let whole = [rows.max(1), columns.max(1)];
     let of_blocks = block.filter(|[r, c]| scales == [rows.div_ceil(*r), columns.div_ceil(*c)]);
@@ -167,13 +171,13 @@ fn shared_by(scales: &[usize], [rows, columns]: [usize; 2], block: Option<[usize
     }
 }
 
-/// Of the blocks that have a scale each, if config.json says so.
+/// Returns the scale block size from config.json, if it has one.
 fn block_size(folder: &Folder) -> Result<Option<[usize; 2]>> {
     const SECTION: &str = "quantization_config";
     const KEY: &str = "weight_block_size";
     let Some(config) = HubConfig::read_if_present(folder, "config.json")? else { return Ok(None) };
     let Some(section) = config.section(SECTION)? else { return Ok(None) };
-    section.typed(KEY, "two whole numbers above 0", |value| {
+    section.typed(KEY, "two positive integers", |value| {
         let numbers = value.as_array()?.iter().map(|number| number.as_u64().filter(|number| *number > 0));
         let numbers: Vec<usize> = numbers.map(|number| number?.try_into().ok()).collect::<Option<_>>()?;
         numbers.try_into().ok()
@@ -187,7 +191,7 @@ mod tests {
     use crate::testing::Scratch;
     use serde_json::json;
 
-    /// As PyTorch reads each code (tests/oracle/make_f8.py).
+    /// Compares with the values PyTorch decodes (tests/oracle/make_f8.py).
     #[test]
     fn every_code_has_pytorchs_value() {
         let recorded = include_bytes!("../../tests/fixtures/f8/e4m3.bin");
@@ -200,7 +204,8 @@ mod tests {
         }
     }
 
-    /// A folder with 3 x 4 codes, whose scales in F32 have that shape and name.
+    /// A folder with a 3 x 4 F8_E4M3 matrix "w", a scale tensor of this name and shape, and further tensors
+    /// `more`.
     fn folder(name: &str, shape: &[usize], block: Option<[usize; 2]>, more: &[&str]) -> Scratch {
         let one = tensor(name, QuantType::F32, shape);
         let tensors: Vec<SavedTensor> =
@@ -212,7 +217,7 @@ mod tests {
         SavedTensor { name: name.to_owned(), ty, shape: shape.to_vec(), turned: false }
     }
 
-    /// Codes of that shape, behind tensors of 1, 2, 3, ...
+    /// A folder with an F8_E4M3 matrix "w" of ones after F32 tensors with the elements 1, 2, 3, ...
     fn folder_of([rows, columns]: [usize; 2], block: Option<[usize; 2]>, tensors: &[SavedTensor]) -> Scratch {
         let folder = Scratch::new();
         let (files, _) = safetensors_files(tensors, usize::MAX);
@@ -225,7 +230,7 @@ mod tests {
         let text = format!(r#"{},"w":{codes}}}"#, text.trim_end().strip_suffix('}').unwrap());
         let mut bytes = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
         bytes.extend((1..=numbers).flat_map(|number| (number as f32).to_le_bytes()));
-        // Each stands for 1.
+        // 0x38 encodes 1.
         bytes.extend(vec![0x38; rows * columns]);
         folder.write("model.safetensors", &bytes);
         let config = json!({ "quantization_config": { "quant_method": "fp8", "weight_block_size": block } });
@@ -263,7 +268,7 @@ mod tests {
             ("w_scale_inv", &[2, 2], None, &[], "do not fit"),
             ("w_scale_inv", &[2, 2], Some([2, 4]), &[], "do not fit"),
             ("w_scale_inv", &[2, 2], Some([0, 4]), &[], "'quantization_config.weight_block_size'"),
-            ("w_scale", &[1], None, &["w_scale_inv"], "two tensors of scales"),
+            ("w_scale", &[1], None, &["w_scale_inv"], "two scale tensors"),
         ] {
             let folder = folder(name, shape, block, more);
             let error = format!("{:#}", Checkpoint::open_folder(&folder.folder()).unwrap_err());
@@ -275,7 +280,7 @@ mod tests {
     fn scales_in_blocks_are_refused_by_their_type() {
         let folder = folder_of([2, 64], Some([1, 2]), &[tensor("w_scale", QuantType::Q8_0, &[2, 32])]);
         let error = format!("{:#}", Checkpoint::open_folder(&folder.folder()).unwrap_err());
-        assert!(error.contains("'w_scale' are q8_0"), "{error}");
+        assert!(error.contains("'w_scale' have the unsupported type q8_0"), "{error}");
     }
 
     #[test]

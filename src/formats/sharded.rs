@@ -1,6 +1,8 @@
-//! A model's weights in one file of a folder, or in several that an index names, whatever their format.
+//! Weights in a single file of a model folder, or in several shards listed by an index, independent of the
+//! format.
 //!
-//! Invariant: index and files agree on where each tensor is, and every file lies in the folder.
+//! Invariant: the index and the files agree on where each tensor is, and every file is directly in the
+//! folder.
 
 use super::folder::{FileBytes, Folder, is_plain_name};
 use super::{Checkpoint, Tensors};
@@ -11,28 +13,28 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// What the files of a format are called, and how one is read.
+/// File names of a weight format, and the function that parses one file.
 pub(super) struct Naming {
     pub(super) single: &'static str,
     pub(super) index: &'static str,
-    /// The tensors of a file with these bytes, which has this place among the checkpoint's files.
+    /// Parses the tensors of one file. The second argument is the file's index in the checkpoint.
     pub(super) read: fn(&[u8], usize) -> Result<Tensors>,
 }
 
 impl Naming {
-    /// Whether the folder has such a file, or an index of them.
+    /// Whether the folder has such a file or its index.
     pub(super) fn is_in(&self, folder: &Folder) -> bool {
         folder.has(self.single) || folder.has(self.index)
     }
 
-    /// The same as [`Naming::open`] where one of them must be there.
+    /// Opens the weights as [`FolderFormat::open`] does. Fails if the folder has none of this format.
     pub(super) fn open_needed(&self, folder: &Folder) -> Result<Checkpoint> {
         self.open(folder)?.with_context(|| {
-            format!("{}: neither {} nor {} is there", folder.path().display(), self.single, self.index)
+            format!("{}: found neither {} nor {}", folder.path().display(), self.single, self.index)
         })
     }
 
-    /// Opens the folder's one file, else those that its index names; `None` where neither is there.
+    /// Opens the folder's single file, or else all shards its index lists. Returns `None` if neither exists.
     pub(super) fn open(&self, folder: &Folder) -> Result<Option<Checkpoint>> {
         match (folder.has(self.single), folder.has(self.index)) {
             (true, _) => self.open_single(folder).map(Some),
@@ -46,7 +48,7 @@ impl Naming {
         Ok(Checkpoint { files: vec![file], tensors })
     }
 
-    /// Opens every file that the folder's index names. Index and files must agree on where each tensor is.
+    /// Opens every file the folder's index lists. Fails if the index and the files disagree about a tensor.
     fn open_sharded(&self, folder: &Folder) -> Result<Checkpoint> {
         let index = folder.read_needed(self.index)?;
         let shards = read_index(&index).with_context(|| folder.file(self.index).display().to_string())?;
@@ -55,10 +57,10 @@ impl Naming {
             let (file, tensors) = self.open_file(folder, shard, checkpoint.files.len())?;
             let name = file.path().display();
             if let Some(missing) = names.iter().find(|name| !tensors.contains_key(*name)) {
-                bail!("{name}: tensor '{missing}': the index says it is here, but it is not");
+                bail!("{name}: tensor '{missing}': it is listed in the index, but not in this file");
             }
             if let Some(stray) = tensors.keys().find(|name| !names.contains(*name)) {
-                bail!("{name}: tensor '{stray}': the index does not say that it is here");
+                bail!("{name}: tensor '{stray}': it is in this file, but the index does not say so");
             }
             checkpoint.files.push(file);
             checkpoint.tensors.extend(tensors);
@@ -66,7 +68,7 @@ impl Naming {
         Ok(checkpoint)
     }
 
-    /// Opens one file and reads its tensors. `place` is where it stands among the checkpoint's files.
+    /// Opens one file and parses its tensors. `place` is the file's index in the checkpoint.
     fn open_file(&self, folder: &Folder, name: &str, place: usize) -> Result<(FileBytes, Tensors)> {
         let file = folder.open(name)?;
         let tensors = (self.read)(file.bytes(), place).with_context(|| file.path().display().to_string())?;
@@ -74,7 +76,7 @@ impl Naming {
     }
 }
 
-/// The tensors that each shard should hold.
+/// Parses an index: the names of the tensors in each shard.
 fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
     #[derive(Deserialize)]
     struct Index {
@@ -92,17 +94,17 @@ fn read_index(content: &[u8]) -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shards)
 }
 
-/// The one key of a safetensors header that is no tensor: texts by keys.
+/// The one key of a safetensors header that is not a tensor: a map from string to string.
 pub(super) const METADATA: &str = "__metadata__";
 
-/// A JSON object by names of tensors. The usual map would silently keep the last of two equal names; here a
-/// name that comes twice is an error, and an error in a value names its tensor.
+/// A JSON object keyed by tensor name. Unlike a plain map, which keeps the last of two equal keys, it rejects
+/// duplicate names; errors in a value name the tensor.
 pub(super) struct ByTensor<V> {
     pub(super) tensors: BTreeMap<String, V>,
     pub(super) metadata: Metadata,
 }
 
-/// What a header's metadata says that is understood here; all else is passed over.
+/// The metadata keys that are recognized; all others are ignored.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Metadata {
     #[serde(rename = "mainstem.format_version")]
@@ -123,7 +125,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for ByTensorVisitor<V> {
     type Value = ByTensor<V>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object by names of tensors")
+        f.write_str("an object keyed by tensor name")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<ByTensor<V>, A::Error> {
@@ -132,7 +134,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for ByTensorVisitor<V> {
             if name == METADATA {
                 let twice = metadata.replace(access.next_value()?).is_some();
                 if twice {
-                    return Err(Error::custom(format!("{METADATA} is there twice")));
+                    return Err(Error::custom(format!("{METADATA} appears twice")));
                 }
                 continue;
             }

@@ -1,7 +1,7 @@
-//! What is asked of a hub over HTTP, and what its answers mean.
+//! HTTP requests to a model hub, and the interpretation of its responses.
 //!
-//! Invariant: the token goes to the hub's own origin and nowhere else, and is in no message; no wait is
-//! without end.
+//! Invariant: the token is sent only to the hub's own origin and appears in no message; every wait has a time
+//! limit.
 
 use serde::Deserialize;
 use std::error::Error;
@@ -10,24 +10,24 @@ use std::io::{ErrorKind, Read};
 use std::time::Duration;
 use ureq::{Agent, AgentBuilder, Request, Response};
 
-/// How many addresses further an answer may lie.
+/// Maximum number of redirects.
 const REDIRECTS: usize = 5;
-/// Longer lists of files are no lists of files.
+/// Maximum size of a list of files.
 const LISTING_BYTES_MAX: u64 = 64 << 20;
 
-/// How long is waited for what.
+/// Time limits of requests.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
-    /// For a connection.
+    /// To establish a connection.
     pub connect: Duration,
-    /// For a whole answer that is not a file's content.
+    /// For a whole response, except file content.
     pub answer: Duration,
-    /// For news of a revision that is in the cache, connection and all; only how long a name takes to resolve
-    /// is the system's affair.
+    /// For a whole response to an update check, when the revision is already cached. Does not cover name
+    /// resolution, which the system times.
     pub news: Duration,
-    /// For the next byte of a file's content.
+    /// Between two reads of a file's content.
     pub silence: Duration,
-    /// Before the second attempt; twice as long before the third.
+    /// Delay before the second attempt; the third waits twice as long.
     pub pause: Duration,
 }
 
@@ -43,26 +43,26 @@ impl Default for Timeouts {
     }
 }
 
-/// A hub and the token to ask it with.
+/// An HTTP client for one hub.
 pub(super) struct Client {
     pub endpoint: String,
     pub token: Option<String>,
     pub timeouts: Timeouts,
 }
 
-/// What the hub says of a commit.
+/// The hub's description of a commit.
 #[derive(Deserialize)]
 pub(super) struct Listing {
     pub sha: String,
     pub siblings: Vec<Listed>,
 }
 
-/// One of its files; mirrors may leave out all but the name.
+/// A file of a commit. Mirrors may leave out all fields but the name.
 #[derive(Deserialize)]
 pub(super) struct Listed {
     #[serde(rename = "rfilename")]
     pub name: String,
-    /// Bytes.
+    /// Size of the file, in bytes.
     pub size: Option<u64>,
     lfs: Option<ListedLfs>,
 }
@@ -73,40 +73,40 @@ struct ListedLfs {
 }
 
 impl Listed {
-    /// The SHA-256 of the content, in hexadecimal digits.
+    /// Returns the SHA-256 of the content, in hexadecimal.
     pub fn sha256(&self) -> Option<&str> {
         self.lfs.as_ref()?.sha256.as_deref()
     }
 }
 
-/// What the hub says of a file before it sends it: untrusted text.
+/// Response headers of a file, which are untrusted text.
 pub(super) struct Description {
-    /// A name for the content.
+    /// Identifier of the content.
     pub etag: String,
-    /// The commit that the file is of.
+    /// The commit that the file belongs to.
     pub commit: Option<String>,
-    /// Bytes.
+    /// Size of the file, in bytes.
     pub size: Option<u64>,
 }
 
-/// A file's content from byte `start` on.
+/// A file's content from byte `start`.
 pub(super) struct Content {
     pub start: u64,
-    /// Bytes of the whole file.
+    /// Size of the whole file, in bytes.
     pub size: Option<u64>,
     pub reader: Box<dyn Read + Send + Sync>,
 }
 
-/// A request that came to nothing.
+/// A failed request.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub reason: String,
-    /// Another time it may work.
+    /// Whether a retry may succeed.
     pub passing: bool,
 }
 
 impl Failure {
-    pub fn passing(reason: impl Into<String>) -> Failure {
+    pub fn transient(reason: impl Into<String>) -> Failure {
         Failure { reason: reason.into(), passing: true }
     }
 
@@ -115,48 +115,48 @@ impl Failure {
     }
 }
 
-/// One request of several kinds.
+/// Options of a request.
 #[derive(Default)]
 struct Question {
-    /// `bytes=FIRST-LAST`
+    /// Value of the `Range` header: `bytes=FIRST-LAST`.
     range: Option<String>,
-    /// For the whole answer; none for content, of which each byte may take its time.
+    /// Time limit for the whole response; `None` for file content, which is limited per read.
     within: Option<Duration>,
-    /// Whether an answer with this header need not be followed further.
+    /// A response with this header is returned even if it is a redirect.
     stop_at: Option<&'static str>,
 }
 
 impl Client {
-    /// The files of a revision's commit.
+    /// Returns the files of a revision's commit.
     pub fn listing(&self, repository: &str, revision: &str, within: Duration) -> Result<Listing, Failure> {
         let revision = encoded(revision);
-        // Sizes and hashes are told on the last word only.
+        // Only with `blobs=true` does the response have sizes and hashes.
         let address = format!("{}/api/models/{repository}/revision/{revision}?blobs=true", self.endpoint);
         let answer = self.ask(address, &Question { within: Some(within), ..Question::default() })?;
         serde_json::from_reader(answer.into_reader().take(LISTING_BYTES_MAX)).map_err(|error| Failure {
             passing: error.is_io(),
-            reason: format!("the list of files cannot be read: {error}"),
+            reason: format!("cannot read the list of files: {error}"),
         })
     }
 
-    /// Where a file of a commit is.
+    /// Returns the URL of a file of a commit.
     pub fn address(&self, repository: &str, commit: &str, name: &str) -> String {
         let name: Vec<String> = name.split('/').map(encoded).collect();
         format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, name.join("/"))
     }
 
-    /// What the hub says of the file at an address.
+    /// Requests the metadata of the file at an address.
     pub fn describe(&self, address: String) -> Result<Description, Failure> {
         const LINKED_ETAG: &str = "x-linked-etag";
         let question = Question {
             range: Some("bytes=0-0".to_owned()),
             within: Some(self.timeouts.answer),
-            // The store that content lies in elsewhere has a name of its own for it.
+            // The storage backend behind the redirect has a different ETag for the content.
             stop_at: Some(LINKED_ETAG),
         };
         let answer = self.ask(address, &question)?;
         let etag = answer.header(LINKED_ETAG).or_else(|| answer.header("etag"));
-        let etag = etag.ok_or_else(|| Failure::lasting("the hub has no name (ETag) for its content"))?;
+        let etag = etag.ok_or_else(|| Failure::lasting("the hub sent no ETag"))?;
         let size = answer.header("x-linked-size").and_then(|size| size.parse().ok());
         Ok(Description {
             etag: etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"').to_owned(),
@@ -165,26 +165,26 @@ impl Client {
         })
     }
 
-    /// The file's content from byte `start` on, or from an earlier one if the hub will have it so.
+    /// Requests the file's content from byte `start`. The hub may send it from an earlier byte.
     pub fn content(&self, address: String, start: u64) -> Result<Content, Failure> {
         let range = (start > 0).then(|| format!("bytes={start}-"));
         let answer = self.ask(address, &Question { range, ..Question::default() })?;
         let extent = extent(&answer).filter(|(first, _)| *first <= start);
-        let (start, size) = extent.ok_or_else(|| Failure::lasting("the hub sent another part of it"))?;
+        let (start, size) = extent.ok_or_else(|| Failure::lasting("the hub sent a different byte range"))?;
         Ok(Content { start, size, reader: answer.into_reader() })
     }
 
-    /// A file's content that ended in an error.
+    /// Returns the error for a failed read of a file's content.
     pub fn broken(&self, error: &std::io::Error) -> Failure {
-        Failure::passing(match error.kind() {
+        Failure::transient(match error.kind() {
             ErrorKind::TimedOut | ErrorKind::WouldBlock => {
-                format!("nothing came for {:?}", self.timeouts.silence)
+                format!("no data received for {:?}", self.timeouts.silence)
             }
             _ => format!("the connection broke: {error}"),
         })
     }
 
-    /// Asks, and follows where the answer leads.
+    /// Sends a request and follows redirects.
     fn ask(&self, mut address: String, question: &Question) -> Result<Response, Failure> {
         let agent = self.agent(question.within);
         for _ in 0..=REDIRECTS {
@@ -202,10 +202,11 @@ impl Client {
                 _ => return Err(self.refusal(answer.status(), &answer)),
             }
         }
-        Err(Failure::lasting("the hub sends from one address to the next without end"))
+        Err(Failure::lasting("too many redirects"))
     }
 
-    /// An agent for one question. It keeps no connection for a next one, and asks redirected ones here.
+    /// Creates an agent for one request: without connection reuse, and with redirects left to
+    /// [`Client::send`].
     fn agent(&self, within: Option<Duration>) -> Agent {
         let Timeouts { connect, silence, .. } = self.timeouts;
         AgentBuilder::new()
@@ -219,14 +220,14 @@ impl Client {
             .build()
     }
 
-    /// Whether the hub is on this machine: no proxy leads there.
+    /// Whether the hub runs on this machine, which is never reached through a proxy.
     fn is_here(&self) -> bool {
         let host = self.endpoint.split_once("://").map_or("", |(_, host)| host);
         ["127.", "localhost", "[::1]"].iter().any(|here| host.starts_with(here))
     }
 
     fn request(&self, agent: &Agent, address: &str, question: &Question) -> Result<Request, Failure> {
-        // Sizes and ranges are those of the file as it is.
+        // Without content encoding, sizes and ranges refer to the file itself.
         let mut request = agent.get(address).set("Accept-Encoding", "identity");
         if let Some(range) = &question.range {
             request = request.set("Range", range);
@@ -236,7 +237,7 @@ impl Client {
         }
         let origin = |address| Some(agent.get(address).request_url().ok()?.as_url().origin());
         let is_own = match (origin(address), origin(&self.endpoint)) {
-            (Some(asked), Some(own)) => asked == own,
+            (Some(target), Some(own)) => target == own,
             _ => return Err(unusable_address()),
         };
         Ok(match &self.token {
@@ -248,14 +249,14 @@ impl Client {
     fn failure(&self, error: ureq::Error) -> Failure {
         match error {
             ureq::Error::Status(status, answer) => self.refusal(status, &answer),
-            // Its own text holds the address, which may be a signed one.
+            // The error's own text may contain a signed URL.
             ureq::Error::Transport(broken) => {
                 let mut reason = broken.kind().to_string();
                 let details = [broken.message().map(str::to_owned), broken.source().map(|e| e.to_string())];
                 for detail in details.into_iter().flatten() {
                     reason = format!("{reason}: {detail}");
                 }
-                Failure::passing(reason)
+                Failure::transient(reason)
             }
         }
     }
@@ -270,17 +271,18 @@ impl Client {
             (401 | 403 | 404, _) => {
                 format!("the repository does not exist or needs a token: set HF_TOKEN (status {status})")
             }
-            _ => format!("the hub answered with status {status}"),
+            _ => format!("the hub responded with status {status}"),
         };
         Failure { reason, passing: status == 429 || status >= 500 }
     }
 }
 
 fn unusable_address() -> Failure {
-    Failure::lasting("the hub sends to an address that cannot be used")
+    Failure::lasting("the hub redirected to an invalid address")
 }
 
-/// The first byte that is sent, and the size of the whole; `None` for a range that cannot be read.
+/// Returns the first byte of the response's content and the size of the whole file; `None` for an invalid
+/// range.
 fn extent(answer: &Response) -> Option<(u64, Option<u64>)> {
     if answer.status() != 206 {
         let len = answer.header("content-length").filter(|_| answer.status() == 200);
@@ -290,13 +292,13 @@ fn extent(answer: &Response) -> Option<(u64, Option<u64>)> {
     Some((range.split_once('-')?.0.parse().ok()?, size.parse().ok()))
 }
 
-/// The text as one segment of an address.
+/// Percent-encodes text as one segment of a URL.
 fn encoded(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
         match byte.is_ascii_alphanumeric() || b"._-~".contains(&byte) {
             true => encoded.push(byte.into()),
-            false => write!(encoded, "%{byte:02X}").expect("a string takes everything; else it is a bug"),
+            false => write!(encoded, "%{byte:02X}").expect("writing to a string cannot fail; this is a bug"),
         }
     }
     encoded

@@ -1,13 +1,13 @@
-//! Models from a hub: `hf:owner/name[@revision]` becomes a folder in the hub's cache on this machine, which
+//! Downloads models from a hub: `hf:owner/name[@revision]` becomes a folder in the hub's local cache, which
 //! is shared with the hub's own tools.
 //!
-//! A commit is fetched by its own name, so that its files belong together even if the revision moves on
-//! meanwhile. Where a branch or a tag is now is asked at every start; if nobody answers, what is in the cache
-//! will do.
+//! Files are fetched by commit, so that they belong together even if the revision moves during the download.
+//! At every start, the hub is asked for the current commit of a branch or tag; if it does not respond, the
+//! cached commit is used.
 //!
-//! Invariant: a revision's ref is written once everything of its commit is there, and a commit that is there
-//! is used without a word to the network. What the hub, or a file of it, says becomes a path only where it is a plain
-//! name; what is looked for in a folder of such a name is our own.
+//! Invariant: a revision's ref is written only after all files of its commit are present, and a complete
+//! commit that is requested by its own name needs no network access. Text from the hub, or from a downloaded
+//! file, becomes a path only if it is a plain name; the file names looked up in such a folder are constants.
 
 mod client;
 mod progress;
@@ -34,7 +34,7 @@ use tracing::{info, warn};
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// The loader's files: one that must be there, those that may be, and the weights in one file or several.
+/// Files that the loader reads: one required, the optional ones, and the weights in one file or several.
 const CONFIG: &str = "config.json";
 const OPTIONAL: [&str; 9] = [
     "generation_config.json",
@@ -50,22 +50,22 @@ const OPTIONAL: [&str; 9] = [
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// How often a file is tried.
+/// Maximum attempts per file.
 const ATTEMPTS: u32 = 3;
-/// What is read of a file at once, in bytes.
+/// Read buffer size, in bytes.
 const CHUNK: usize = 256 << 10;
 
-/// A hub and the cache beside it.
+/// A model hub and its local cache.
 pub struct Hub {
     cache: PathBuf,
     client: Client,
-    /// Nothing may be asked of the network.
+    /// Whether network access is disabled.
     is_offline: bool,
 }
 
-/// The folder with the model's files. Fetches those that are not in the cache. Blocks.
+/// Downloads the model's files that are not cached and returns their folder. Blocks.
 ///
-/// Errors name the model, the hub and, where there is one, the file.
+/// Errors name the model, the hub and, if one is affected, the file.
 pub fn fetch(
     reference: &HubReference,
     settings: &HubSettings,
@@ -74,15 +74,15 @@ pub fn fetch(
     Hub::new(settings, |variable| std::env::var(variable).ok())?.fetch(reference, progress)
 }
 
-/// A commit in the cache that can be loaded.
+/// A commit in the cache that has all files needed for loading.
 struct Cached {
     folder: PathBuf,
-    /// Whether it is known that the commit has no more of the loader's files.
+    /// Whether every optional file is either present or known to be absent.
     is_whole: bool,
 }
 
 impl Hub {
-    /// The hub of these settings; `environment` looks variables up.
+    /// Creates a hub from settings; `environment` looks up environment variables.
     pub fn new(settings: &HubSettings, environment: impl Fn(&str) -> Option<String>) -> Result<Hub> {
         let variable = |name| environment(name).filter(|value| !value.trim().is_empty());
         let path = |name| variable(name).map(PathBuf::from);
@@ -90,31 +90,31 @@ impl Hub {
         let home = home.or_else(|| Some(std::env::home_dir()?.join(".cache/huggingface")));
         let cache = settings.cache.clone().or_else(|| path("HF_HUB_CACHE"));
         let cache = cache.or_else(|| Some(home.as_ref()?.join("hub")));
-        let cache = cache.context("no place for the hub's files: set hub.cache or HF_HOME")?;
+        let cache = cache.context("no cache folder for the hub: set hub.cache or HF_HOME")?;
         let endpoint = settings.endpoint.clone().or_else(|| variable("HF_ENDPOINT"));
         let endpoint = endpoint.unwrap_or_else(|| ENDPOINT.to_owned()).trim_end_matches('/').to_owned();
         let is_address = ["https://", "http://"].iter().any(|scheme| endpoint.starts_with(scheme));
-        // A password in it would be shown with every error.
+        // The endpoint is part of error messages, so a password in it would leak.
         ensure!(!endpoint.contains('@'), "the hub's endpoint must not hold a user name");
         ensure!(is_address, "the hub's endpoint '{endpoint}' does not begin with https:// or http://");
         let token_file = || path("HF_TOKEN_PATH").or_else(|| Some(home?.join("token")));
         let token = variable("HF_TOKEN").or_else(|| read_token(&token_file()?));
         let token = token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty());
         let fits = |token: &String| token.bytes().all(|byte| byte.is_ascii_graphic());
-        ensure!(token.iter().all(fits), "the hub's token has a character that no token has");
+        ensure!(token.iter().all(fits), "the hub's token contains an invalid character");
         let is_set =
             |value: String| ["1", "ON", "YES", "TRUE"].contains(&value.trim().to_uppercase().as_str());
         let is_offline = variable("HF_HUB_OFFLINE").is_some_and(is_set);
         Ok(Hub { cache, client: Client { endpoint, token, timeouts: Timeouts::default() }, is_offline })
     }
 
-    /// The same with other patience.
+    /// Replaces the default time limits.
     pub fn with_timeouts(mut self, timeouts: Timeouts) -> Hub {
         self.client.timeouts = timeouts;
         self
     }
 
-    /// See [`fetch`].
+    /// Downloads a model; see [`fetch`].
     pub fn fetch(&self, reference: &HubReference, progress: &mut impl Progress) -> Result<PathBuf> {
         let about = || format!("cannot fetch {reference} from {}", self.client.endpoint);
         let repository = Repository::new(&self.cache, reference);
@@ -125,26 +125,26 @@ impl Hub {
         let cached = commit.and_then(|commit| Cached::look(&repository, &commit));
         let is_settled = |cached: &Cached| self.is_offline || (cached.is_whole && reference.names_commit());
         if let Some(cached) = cached.as_ref().filter(|cached| is_settled(cached)) {
-            info!("{reference} is in the cache: {}", cached.folder.display());
+            info!("{reference} is cached: {}", cached.folder.display());
             return Ok(cached.folder.clone());
         }
         ensure!(
             !self.is_offline,
-            "{reference} is not in {}, and HF_HUB_OFFLINE is set",
+            "{reference} is not cached in {}, and HF_HUB_OFFLINE is set",
             self.cache.display()
         );
         match (self.update(reference, &repository, cached.is_some(), progress), cached) {
             (Ok(folder), _) => Ok(folder),
             (Err(error), Some(Cached { folder, .. })) => {
-                warn!("{}: {error:#}; what is in {} must do", about(), folder.display());
+                warn!("{}: {error:#}; using the cached files in {}", about(), folder.display());
                 Ok(folder)
             }
             (Err(error), None) => Err(error).with_context(about),
         }
     }
 
-    /// Asks where the revision is now, and fetches what is missing of that commit. With something to fall
-    /// back on, the hub has less time to answer.
+    /// Asks the hub for the revision's commit, downloads its missing files, and returns its folder. If there
+    /// is a cached commit to fall back on, the time limit for the answer is shorter.
     fn update(
         &self,
         reference: &HubReference,
@@ -159,10 +159,10 @@ impl Hub {
         let commit = &listing.sha;
         ensure!(
             !commit.is_empty() && commit.bytes().all(|b| b.is_ascii_alphanumeric()),
-            "{commit:?} is no commit"
+            "the hub returned {commit:?}, which is not a commit"
         );
         let what = match Cached::look(repository, commit).is_some_and(|cached| cached.is_whole) {
-            true => "is in the cache",
+            true => "is cached",
             false => {
                 info!("fetching {reference} (commit {commit}) from {}", self.client.endpoint);
                 Fetching { hub: self, reference, repository, listing: &listing }.all(progress)?;
@@ -170,35 +170,35 @@ impl Hub {
             }
         };
         let noted = repository.set_commit(&reference.revision, commit);
-        noted.with_context(|| format!("writing to {}", self.cache.display()))?;
+        noted.with_context(|| format!("cannot write to {}", self.cache.display()))?;
         let folder = repository.snapshot(commit);
         info!("{reference} {what}: {}", folder.display());
         Ok(folder)
     }
 
-    /// An error of the disk.
+    /// Converts an I/O error of the cache's file system.
     fn disk(&self, error: &io::Error) -> Failure {
         let cache = self.cache.display();
         Failure::lasting(match error.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => format!("there is no room left in {cache}"),
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => format!("no space left in {cache}"),
             _ => format!("{error} (the cache is {cache})"),
         })
     }
 }
 
-/// The token that the hub's own tools have left in a file.
+/// Reads the token that the hub's own tools store in a file.
 fn read_token(file: &Path) -> Option<String> {
     let read = fs::read_to_string(file);
     if let Err(error) = &read
         && error.kind() != ErrorKind::NotFound
     {
-        warn!("the hub's token cannot be read from {}: {error}", file.display());
+        warn!("cannot read the hub's token from {}: {error}", file.display());
     }
     read.ok()
 }
 
 impl Cached {
-    /// What of a commit is there, as far as can be told without asking.
+    /// Checks which files of a commit are cached. Returns `None` if it cannot be loaded.
     fn look(repository: &Repository, commit: &str) -> Option<Cached> {
         let folder = repository.snapshot(commit);
         let has = |name: &str| folder.join(name).exists();
@@ -211,7 +211,7 @@ impl Cached {
     }
 }
 
-/// A commit on its way from the hub to the cache.
+/// The download of one commit.
 struct Fetching<'a> {
     hub: &'a Hub,
     reference: &'a HubReference,
@@ -220,7 +220,7 @@ struct Fetching<'a> {
 }
 
 impl Fetching<'_> {
-    /// Fetches what the loader reads.
+    /// Downloads all files the loader reads.
     fn all(&self, progress: &mut impl Progress) -> Result<()> {
         self.get(CONFIG, progress)?;
         for name in OPTIONAL {
@@ -233,7 +233,7 @@ impl Fetching<'_> {
         self.weights(progress)
     }
 
-    /// Fetches a file, or notes that there is none.
+    /// Downloads a file if the commit has it, otherwise records its absence.
     fn get_if_listed(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
         if self.listed(name).is_some() {
             return self.get(name, progress);
@@ -242,7 +242,7 @@ impl Fetching<'_> {
         marked.map_err(|error| anyhow!(self.hub.disk(&error).reason))
     }
 
-    /// The one file of weights, or the index and those it names.
+    /// Downloads the single weight file, or the index and the files it lists.
     fn weights(&self, progress: &mut impl Progress) -> Result<()> {
         if self.listed(WEIGHTS).is_some() {
             return self.get(WEIGHTS, progress);
@@ -252,7 +252,7 @@ impl Fetching<'_> {
             others.filter(|name| name.ends_with(".safetensors") || name.ends_with(".gguf")).collect();
         ensure!(
             self.listed(INDEX).is_some(),
-            "the repository has neither {WEIGHTS} nor {INDEX}; its other files of weights: {}",
+            "the repository has neither {WEIGHTS} nor {INDEX}; its other weight files: {}",
             if others.is_empty() { "none".to_owned() } else { others.join(", ") }
         );
         self.get(INDEX, progress)?;
@@ -268,14 +268,14 @@ impl Fetching<'_> {
         self.listing.siblings.iter().find(|listed| listed.name == name)
     }
 
-    /// Fetches a file, unless it is there.
+    /// Downloads a file unless it is cached, with retries.
     fn get(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
         let listed = self.listed(name).with_context(|| format!("the repository has no {name}"))?;
         let path = self.repository.snapshot(self.commit()).join(name);
         if path.exists() {
             return Ok(());
         }
-        // A link whose blob has been removed would be in the way.
+        // A link to a deleted blob would prevent the creation of a new one.
         let _ = fs::remove_file(path);
         for attempt in 1.. {
             match self.download(listed, progress) {
@@ -290,18 +290,18 @@ impl Fetching<'_> {
         Ok(())
     }
 
-    /// Fetches a file's content, unless it is there under another name, and links it.
+    /// Downloads a file's content, unless it is cached under another name, and links it into the snapshot.
     fn download(&self, listed: &Listed, progress: &mut impl Progress) -> Result<(), Failure> {
         let disk = |error: io::Error| self.hub.disk(&error);
         let described = self.hub.client.describe(self.address(listed))?;
         if described.commit.is_some_and(|commit| commit != self.commit()) {
-            return Err(Failure::lasting("the hub gave another commit's"));
+            return Err(Failure::lasting("the hub sent the file of another commit"));
         }
         let blob = self.repository.blob(&described.etag);
         let blob = blob.map_err(|error| Failure::lasting(error.to_string()))?;
         let size = listed.size.or(described.size);
         let _lock = blob.lock(&listed.name).map_err(disk)?;
-        // Another process may have had the lock, and finished.
+        // Another process may have finished the download while this one waited for the lock.
         let is_there = blob.path().metadata().is_ok_and(|is| size.is_none_or(|size| is.len() == size));
         if !is_there {
             self.fill(listed, &blob, size, progress)?;
@@ -315,7 +315,7 @@ impl Fetching<'_> {
         self.hub.client.address(self.reference.repository(), self.commit(), &listed.name)
     }
 
-    /// Brings the part to the file's whole length, from where an earlier attempt ended.
+    /// Downloads the rest of the partial file, from where an earlier attempt ended.
     fn fill(
         &self,
         listed: &Listed,
@@ -335,7 +335,7 @@ impl Fetching<'_> {
         let size = size.or(content.size);
         progress.begin(&listed.name, size.unwrap_or(0));
         progress.advance(content.start);
-        // One byte too many tells that it is too long as well as all of them.
+        // Reading one extra byte is enough to detect a file that is too long.
         let most = size.map_or(u64::MAX, |size| size.saturating_sub(content.start).saturating_add(1));
         let copied = self.copy(content.reader.take(most), &mut part, progress);
         progress.finish();
@@ -343,7 +343,9 @@ impl Fetching<'_> {
         part.sync_all().map_err(disk)?;
         let is = part.metadata().map_err(disk)?.len();
         match size {
-            Some(should) if is != should => Err(Failure::passing(format!("{is} bytes came, not {should}"))),
+            Some(should) if is != should => {
+                Err(Failure::transient(format!("received {is} bytes instead of {should}")))
+            }
             _ => Ok(()),
         }
     }
@@ -367,7 +369,7 @@ impl Fetching<'_> {
         }
     }
 
-    /// Holds the part against the hash that the hub lists. One that does not fit is removed.
+    /// Compares the partial file's hash with the one the hub lists. Removes the file if they differ.
     fn check(&self, listed: &Listed, blob: &Blob) -> Result<(), Failure> {
         let Some(should) = listed.sha256() else { return Ok(()) };
         let is = sha256(&blob.part()).map_err(|error| self.hub.disk(&error))?;
@@ -375,13 +377,13 @@ impl Fetching<'_> {
             return Ok(());
         }
         fs::remove_file(blob.part()).map_err(|error| self.hub.disk(&error))?;
-        Err(Failure::passing(format!(
-            "what came is not what the hub lists: its SHA-256 is {is}, not {should}"
+        Err(Failure::transient(format!(
+            "the content is corrupt: its SHA-256 is {is}, but the hub lists {should}"
         )))
     }
 }
 
-/// A file's SHA-256 in hexadecimal digits.
+/// Returns a file's SHA-256 in hexadecimal.
 fn sha256(file: &Path) -> io::Result<String> {
     let (mut file, mut hash, mut buffer) = (File::open(file)?, Sha256::new(), vec![0; CHUNK]);
     loop {
@@ -392,7 +394,7 @@ fn sha256(file: &Path) -> io::Result<String> {
     }
 }
 
-/// The files that an index names.
+/// Returns the files listed in an index.
 fn shards(index: &Path) -> Result<BTreeSet<String>> {
     #[derive(Deserialize)]
     struct Index {
@@ -400,9 +402,9 @@ fn shards(index: &Path) -> Result<BTreeSet<String>> {
     }
     let index: Index = serde_json::from_slice(&fs::read(index)?)?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    ensure!(!shards.is_empty(), "it names no file");
+    ensure!(!shards.is_empty(), "it lists no files");
     match shards.iter().find(|shard| !is_plain_name(shard)) {
-        Some(shard) => bail!("'{shard}' is not the name of a file"),
+        Some(shard) => bail!("'{shard}' is not a plain file name"),
         None => Ok(shards),
     }
 }
@@ -438,7 +440,7 @@ mod tests {
         assert_eq!(usual.cache, Path::new("/nowhere/caches/huggingface/hub"));
     }
 
-    /// Wherever the cache is: a file called token beside it may be anything.
+    /// The token file is not looked up next to the cache, where a file of that name may be anything.
     #[test]
     fn the_token_is_looked_for_where_the_hubs_own_tools_leave_it() {
         let scratch = Scratch::new();

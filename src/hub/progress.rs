@@ -1,27 +1,27 @@
-//! How far a file's download is, for whoever wants to know.
+//! Progress of downloads.
 //!
-//! Invariant: nothing is drawn for a file before its name and size are known.
+//! Invariant: nothing is shown for a file before its name and size are known.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Is told of each file that is fetched; an attempt that goes on where another ended begins anew.
+/// Receives the progress of each download. A resumed attempt counts from its start again.
 pub trait Progress {
-    /// An attempt begins. `size` is in bytes, 0 when the hub does not say.
+    /// An attempt begins. `size` is in bytes, 0 if unknown.
     fn begin(&mut self, file: &str, size: u64);
-    /// So many more bytes are there.
+    /// `bytes` more bytes are present.
     fn advance(&mut self, bytes: u64);
-    /// The attempt is over, well or not.
+    /// The attempt has ended, successfully or not.
     fn finish(&mut self);
 }
 
-/// Nobody wants to know.
+/// Ignores progress.
 impl Progress for () {
     fn begin(&mut self, _: &str, _: u64) {}
     fn advance(&mut self, _: u64) {}
     fn finish(&mut self) {}
 }
 
-/// A bar for each file, on a terminal; elsewhere nothing is drawn.
+/// Shows a progress bar per file if stderr is a terminal.
 #[derive(Default)]
 pub struct Bars {
     bar: Option<ProgressBar>,
@@ -42,7 +42,7 @@ impl Progress for Bars {
 }
 
 impl Bars {
-    /// Puts the bar in the place of the last one's. Draws nothing yet.
+    /// Replaces the current bar. Shows nothing yet.
     fn show(&mut self, bar: ProgressBar, file: &str) {
         self.finish();
         let style =
@@ -59,7 +59,7 @@ mod tests {
     use std::io::Result;
     use std::sync::{Arc, Mutex};
 
-    /// A terminal that keeps all that is ever written to it.
+    /// A terminal that records everything written to it.
     #[derive(Clone, Debug, Default)]
     struct Paper(Arc<Mutex<String>>);
 

@@ -1,16 +1,16 @@
-//! How a model on a hub is written: `hf:owner/name[@revision]`.
+//! References to models on a hub: `hf:owner/name[@revision]`.
 //!
-//! Invariant: a reference's parts are made of letters, digits and `._-/` alone and climb nowhere, so that
-//! they may stand in a path and in an address.
+//! Invariant: the parts of a reference consist of letters, digits and `._-/` and contain no `..`, so they are
+//! safe in paths and URLs.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fmt;
 
-/// What stands before a model's name on the hub.
+/// Prefix of references, in place of a path.
 const PREFIX: &str = "hf:";
 const REVISION: &str = "main";
 
-/// A model on a hub, at a revision.
+/// A model on a hub at a revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubReference {
     /// `owner/name`
@@ -20,12 +20,12 @@ pub struct HubReference {
 }
 
 impl HubReference {
-    /// Whether a model's name is meant to be one.
+    /// Whether a model name has the form of a reference, which starts with `hf:`.
     pub fn is_meant(model: &str) -> bool {
         model.starts_with(PREFIX)
     }
 
-    /// Reads `hf:owner/name[@revision]`; the revision is `main` if none is given.
+    /// Parses `hf:owner/name[@revision]`; the revision defaults to `main`.
     pub fn parse(text: &str) -> Result<HubReference> {
         let rest =
             text.strip_prefix(PREFIX).with_context(|| format!("'{text}' does not begin with {PREFIX}"))?;
@@ -41,7 +41,7 @@ impl HubReference {
         Ok(HubReference { repository: repository.to_owned(), revision: revision.to_owned() })
     }
 
-    /// Whether the revision is a commit's full name, which means the same for ever.
+    /// Whether the revision is a full commit hash, whose content never changes.
     pub(super) fn names_commit(&self) -> bool {
         self.revision.len() == 40 && self.revision.bytes().all(|byte| byte.is_ascii_hexdigit())
     }
@@ -58,24 +58,25 @@ impl fmt::Display for HubReference {
     }
 }
 
-/// The hub's own rule for names. Two dashes are kept out because they separate owner and name in the cache.
+/// Checks a name against the hub's rules. Two dashes are forbidden because they separate owner and name in
+/// the cache.
 fn check_name(what: &str, name: &str) -> Result<()> {
     ensure!(!name.is_empty(), "the {what} is empty");
     ensure!(name.len() <= 96, "the {what} is longer than 96 characters");
     check_characters(what, name)?;
-    ensure!(!name.contains("--") && !name.contains(".."), "the {what} '{name}' has '--' or '..' in it");
+    ensure!(!name.contains("--") && !name.contains(".."), "the {what} '{name}' contains '--' or '..'");
     let edges = name.starts_with(['-', '.']) || name.ends_with(['-', '.']);
     ensure!(!edges, "the {what} '{name}' begins or ends with '-' or '.'");
     Ok(())
 }
 
-/// A revision is part of a path in the cache and of an address.
+/// Checks that a revision is safe in paths of the cache and in URLs.
 fn check_revision(revision: &str) -> Result<()> {
     ensure!(!revision.is_empty(), "the revision is empty");
     for part in revision.split('/') {
         ensure!(
             !part.is_empty() && !part.starts_with('.') && !part.contains(".."),
-            "the revision '{revision}' is none"
+            "the revision '{revision}' is invalid"
         );
         check_characters("revision", part)?;
     }
@@ -85,9 +86,9 @@ fn check_revision(revision: &str) -> Result<()> {
 fn check_characters(what: &str, text: &str) -> Result<()> {
     let wrong = text.chars().find(|c| !c.is_ascii_alphanumeric() && !"._-".contains(*c));
     match wrong {
-        Some(wrong) => {
-            Err(anyhow!("the {what} '{text}' has a {wrong:?}: letters, digits, '.', '_' and '-' may be"))
-        }
+        Some(wrong) => Err(anyhow!(
+            "the {what} '{text}' contains {wrong:?}: only letters, digits, '.', '_' and '-' are allowed"
+        )),
         None => Ok(()),
     }
 }
@@ -126,8 +127,8 @@ mod tests {
             ("hf:a/b?x", "'?'"),
             ("hf:a/b%2f", "'%'"),
             ("hf:a/b@", "revision is empty"),
-            ("hf:a/b@../../x", "'../../x' is none"),
-            ("hf:a/b@x//y", "'x//y' is none"),
+            ("hf:a/b@../../x", "'../../x' is invalid"),
+            ("hf:a/b@x//y", "'x//y' is invalid"),
             ("hf:a/b@x@y", "'@'"),
             (&format!("hf:a/{}", "b".repeat(97)), "longer than 96"),
         ] {

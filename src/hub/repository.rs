@@ -1,9 +1,10 @@
-//! A repository's folder in the hub's cache, laid out as the hub's own tools lay it out: `blobs/` by content,
-//! `snapshots/COMMIT/` with a link for each file, `refs/REVISION` with a commit's name, `.no_exist/COMMIT/`
-//! with a mark for each file the commit is known to lack.
+//! A repository's folder in the hub's cache, with the layout of the hub's own tools: `blobs/` by content,
+//! `snapshots/COMMIT/` with a link for each file, `refs/REVISION` with a commit hash, `.no_exist/COMMIT/`
+//! with a marker for each file that the commit is known to lack.
 //!
-//! Invariant: every path is this folder joined to plain names and to a reference's own revision. What has a
-//! blob's name is whole: it is filled as a part, under a lock that the system frees when a process ends.
+//! Invariant: every path is this folder joined to plain names and to a reference's revision. A file with a
+//! blob's name is complete: it is downloaded as a partial file, under a lock that the system releases when
+//! the process ends.
 
 use super::reference::HubReference;
 use crate::formats::is_plain_name;
@@ -17,7 +18,7 @@ pub(super) struct Repository {
     folder: PathBuf,
 }
 
-/// Where the content of one name is, or will be.
+/// Location of the content with one ETag, present or not.
 pub(super) struct Blob {
     blobs: PathBuf,
     etag: String,
@@ -29,31 +30,31 @@ impl Repository {
         Repository { folder: cache.join(name) }
     }
 
-    /// The folder with a commit's files.
+    /// Returns the folder with a commit's files.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// The commit that a revision was when it was last fetched.
+    /// Returns the commit of a revision when it was last fetched.
     pub fn commit(&self, revision: &str) -> Option<String> {
         let commit = fs::read_to_string(self.reference(revision)).ok()?.trim().to_owned();
         is_plain_name(&commit).then_some(commit)
     }
 
-    /// Notes which commit a revision is.
+    /// Records the commit of a revision.
     pub fn set_commit(&self, revision: &str, commit: &str) -> io::Result<()> {
         if self.commit(revision).as_deref() == Some(commit) {
             return Ok(());
         }
         let reference = self.reference(revision);
         create_folder_of(&reference)?;
-        // Never seen half-written.
+        // Renaming makes the update atomic.
         let new = self.folder.join(format!(".ref-{}", std::process::id()));
         fs::write(&new, commit)?;
         fs::rename(new, reference)
     }
 
-    /// Whether it is known that a commit has no file of that name.
+    /// Whether a commit is known to lack a file.
     pub fn is_absent(&self, commit: &str, name: &str) -> bool {
         self.absent(commit).join(name).exists()
     }
@@ -67,20 +68,20 @@ impl Repository {
         fs::write(mark, [])
     }
 
-    /// The place of the content that the hub calls `etag`: refused if it is no plain name.
+    /// Returns the location of the content with this ETag. Fails if it is not a plain name.
     pub fn blob(&self, etag: &str) -> Result<Blob> {
-        ensure!(is_plain_name(etag), "the hub calls its content {etag:?}, which is no name for a file");
+        ensure!(is_plain_name(etag), "the hub's ETag {etag:?} is not usable as a file name");
         Ok(Blob { blobs: self.folder.join("blobs"), etag: etag.to_owned() })
     }
 
-    /// Gives the content a name in a commit's folder, or in a folder there.
+    /// Links the content into a commit's folder as `name`, which may have folders.
     pub fn link(&self, blob: &Blob, commit: &str, name: &str) -> io::Result<()> {
         let link = self.snapshot(commit).join(name);
         create_folder_of(&link)?;
         let up = "../".repeat(2 + name.matches('/').count());
         let target = Path::new(&up).join("blobs").join(&blob.etag);
         match std::os::unix::fs::symlink(&target, &link) {
-            // By another process that knows the same content.
+            // Another process has created the link.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && link.exists() => Ok(()),
             made => made,
         }
@@ -96,7 +97,7 @@ impl Repository {
 }
 
 fn create_folder_of(file: &Path) -> io::Result<()> {
-    fs::create_dir_all(file.parent().expect("it is in a folder; anything else is a bug"))
+    fs::create_dir_all(file.parent().expect("every path here has a parent; this is a bug"))
 }
 
 impl Blob {
@@ -104,19 +105,20 @@ impl Blob {
         self.blobs.join(&self.etag)
     }
 
-    /// What has come of it so far.
+    /// Path of the partial download.
     pub fn part(&self) -> PathBuf {
         self.beside("part")
     }
 
-    /// The right to fill the part, until it is dropped. Waits while another process has it.
+    /// Locks the partial download until the returned file is dropped. Blocks while another process holds the
+    /// lock.
     pub fn lock(&self, name: &str) -> io::Result<File> {
         fs::create_dir_all(&self.blobs)?;
         let lock = OpenOptions::new().create(true).append(true).open(self.beside("lock"))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                info!("{name}: another process is fetching it; waiting for that");
+                info!("{name}: waiting for another process that is downloading it");
                 lock.lock()?;
             }
             Err(TryLockError::Error(error)) => return Err(error),

@@ -1,33 +1,32 @@
-//! A buffer in the host's memory: page-aligned, zeroed, in huge pages where the system grants them.
-//!
-//! Invariant: a buffer's bytes are initialised from the moment it exists, and its length never changes.
+//! Host memory buffers: page-aligned, zero-initialized, and in huge pages where the system grants them.
+//! Invariant: the bytes of a buffer are always initialized, and its length never changes.
 
 use crate::backend::DeviceError;
 use memmap2::MmapMut;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes of all buffers that are alive.
+/// Total bytes of all live buffers of the process.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Bytes of buffers made here, less those dropped here; it may be less than nothing, and then wraps.
+    /// Bytes of buffers allocated on this thread minus bytes of buffers dropped on it, wrapping below zero.
     static ALLOCATED_HERE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Bytes in host memory, at least 64-byte aligned (page-aligned in fact).
+/// A byte buffer in host memory, page-aligned and therefore at least 64-byte aligned.
 pub struct HostBuf {
     map: MmapMut,
     len: usize,
 }
 
 impl HostBuf {
-    /// `bytes` zeroed bytes. Fails when the system has no room for them.
+    /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`] if the system cannot map them.
     pub fn zeroed(bytes: usize) -> Result<HostBuf, DeviceError> {
         let map = MmapMut::map_anon(bytes.max(1))
             .map_err(|source| DeviceError::OutOfMemory { bytes, reason: source.to_string() })?;
-        // Huge pages are a favour: streaming weights through 4 KiB pages costs up to a fifth of the
-        // memory's speed. A system without them serves just as well.
+        // Huge pages are optional, so a refusal is ignored. With 4 KiB pages, streaming weights loses up to a
+        // fifth of the memory bandwidth.
         #[cfg(target_os = "linux")]
         if bytes >= 1 << 21 {
             let _ = map.advise(memmap2::Advice::HugePage);
@@ -37,56 +36,56 @@ impl HostBuf {
         Ok(HostBuf { map, len: bytes })
     }
 
-    /// Bytes of all buffers of the process that are alive.
+    /// Returns the total bytes of all live buffers of the process.
     pub fn allocated() -> usize {
         ALLOCATED.load(Ordering::Relaxed)
     }
 
-    /// What this thread allocated since it gave `since`, in bytes, less what it let go of; none if that is more. Gives where
-    /// it stands now, too. Other threads' buffers do not count.
+    /// Returns the net bytes that this thread allocated since a previous call returned the mark `since`, or 0
+    /// if it freed more than it allocated, and the current mark. Buffers of other threads do not count.
     pub fn allocated_here(since: usize) -> (usize, usize) {
         let now = ALLOCATED_HERE.with(Cell::get);
         let more = now.wrapping_sub(since) as isize;
         (usize::try_from(more).unwrap_or(0), now)
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the buffer has no bytes.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.map[..self.len]
     }
 
-    /// The bytes, to write.
+    /// Returns the bytes for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let len = self.len;
         &mut self.map[..len]
     }
 
-    /// The bytes as f32; a rest of under four bytes is left out.
+    /// Returns the bytes as f32 values, without a remainder of less than four bytes.
     pub fn f32(&self) -> &[f32] {
         cast::f32s(self.bytes())
     }
 
-    /// The bytes as f32, to write; a rest of under four bytes is left out.
+    /// Returns the bytes as f32 values for writing, without a remainder of less than four bytes.
     pub fn f32_mut(&mut self) -> &mut [f32] {
         cast::f32s_mut(self.bytes_mut())
     }
 
-    /// The bytes as u16, the raw form of F16 and BF16.
+    /// Returns the bytes as u16 values, the raw form of F16 and BF16.
     pub fn u16(&self) -> &[u16] {
         cast::u16s(self.bytes())
     }
 
-    /// The bytes as u16, to write.
+    /// Returns the bytes as u16 values for writing.
     pub fn u16_mut(&mut self) -> &mut [u16] {
         cast::u16s_mut(self.bytes_mut())
     }
@@ -105,19 +104,21 @@ impl std::fmt::Debug for HostBuf {
     }
 }
 
-/// Reading bytes as numbers: the only place where host memory is reinterpreted.
+/// Casts from bytes to numbers: the only place where host memory is reinterpreted.
 mod cast {
     #![allow(unsafe_code)]
 
     macro_rules! casts {
         ($shared:ident, $unique:ident, $ty:ty) => {
+            /// Casts bytes to numbers.
             pub fn $shared(bytes: &[u8]) -> &[$ty] {
-                // SAFETY: every bit pattern is a valid number, and the map is page-aligned, so the
-                // prefix is empty (asserted).
+                // SAFETY: every bit pattern is a valid number. The map is page-aligned, so the prefix is
+                // empty (asserted).
                 let (head, body, _) = unsafe { bytes.align_to::<$ty>() };
                 assert!(head.is_empty());
                 body
             }
+            /// Casts bytes to numbers for writing.
             pub fn $unique(bytes: &mut [u8]) -> &mut [$ty] {
                 // SAFETY: as above.
                 let (head, body, _) = unsafe { bytes.align_to_mut::<$ty>() };
@@ -135,16 +136,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_other_threads_allocate_does_not_count_here() {
+    fn buffers_of_other_threads_do_not_count() {
         let (_, before) = HostBuf::allocated_here(0);
-        let other = std::thread::spawn(|| HostBuf::zeroed(1000).unwrap()).join().unwrap();
+        let from_other_thread = std::thread::spawn(|| HostBuf::zeroed(1000).unwrap()).join().unwrap();
         let own = HostBuf::zeroed(30).unwrap();
         assert_eq!(HostBuf::allocated_here(before).0, 30);
-        drop(other);
+        drop(from_other_thread);
         assert_eq!(
             HostBuf::allocated_here(before).0,
             0,
-            "what was let go of is taken off, and there is no less than none"
+            "dropped buffers are subtracted, and the result is never negative"
         );
         drop(own);
     }

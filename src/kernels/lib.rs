@@ -1,6 +1,5 @@
-//! Devices, and what crosses their border: number formats, batches, operations.
-//!
-//! Invariant: this crate knows no model and no request. It imports nothing of Mainstem's.
+//! Compute backends of Mainstem: number formats, batches, and the operations on a device.
+//! Invariant: this crate knows neither models nor requests, and imports no other crate of Mainstem.
 
 #![deny(unsafe_code)]
 

@@ -1,13 +1,13 @@
-//! The counter-based generator of sampling: a pure function of a seed and a position.
+//! The counter-based random number generator of sampling: a pure function of a seed and a position.
 //!
 //! Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-//! Invariant: no state. The same seed and position give the same number on every device, in any company.
+//! Invariant: stateless. The same seed and position give the same number on every device and in every batch.
 
 const ROUNDS: usize = 10;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Philox4x32-10: four random words for a 128-bit counter and a 64-bit key.
+/// Philox4x32-10: returns four random words for a 128-bit counter and a 64-bit key.
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let a = u64::from(MULTIPLIERS[0]) * u64::from(counter[0]);
@@ -23,7 +23,8 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// A number in [0, 1), with 24 random bits, for one sequence's `seed` and the token `position` to be drawn.
+/// Returns a uniform random number in [0, 1) with 24 random bits, for the `seed` of a sequence and the
+/// `position` of the token to be sampled.
 pub fn uniform(seed: u64, position: u64) -> f32 {
     let key = [seed as u32, (seed >> 32) as u32];
     let words = philox([position as u32, (position >> 32) as u32, 0, 0], key);
@@ -34,7 +35,7 @@ pub fn uniform(seed: u64, position: u64) -> f32 {
 mod tests {
     use super::*;
 
-    /// The published known-answer vectors of the generator's authors (Random123, kat_vectors).
+    /// The known-answer vectors that the generator's authors publish (Random123, kat_vectors).
     #[test]
     fn philox_gives_its_published_answers() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);

@@ -1,34 +1,35 @@
-//! What a device in the host's memory does with its place among the members of a stage.
+//! The collective operations of a device whose buffers lie in host memory.
 //!
-//! Invariant: whoever is in an operation when the stage is given up leaves it by an unwinding with [`Aborted`], which no
-//! panic hook hears of.
+//! Invariant: when the stage is aborted, an operation in progress unwinds with [`Aborted`] as its payload,
+//! without calling the panic hook.
 
 use crate::collective::{Aborted, Alone, Collective};
 use std::fmt;
 use std::panic::resume_unwind;
 
-/// A device's place in its stage: alone, until it joins others.
+/// The stage of a device: a group of one rank until the device joins another.
 pub(crate) struct Stage(Box<dyn Collective>);
 
 impl Stage {
-    /// A place among others.
+    /// Wraps the collective that connects this rank to the others.
     pub(crate) fn of(collective: Box<dyn Collective>) -> Stage {
         Stage(collective)
     }
 
-    /// Rank, and how many members there are.
+    /// Returns the rank of the device, and the number of ranks.
     pub(crate) fn place(&self) -> (usize, usize) {
         (self.0.rank(), self.0.members())
     }
 
-    /// x = its sum over all members.
+    /// Replaces x by its sum over all ranks, added in rank order.
     pub(crate) fn sum(&mut self, x: &mut [f32]) {
         or_unwind(self.0.sum(x));
     }
 
-    /// all (rows, sum of `widths`) = everybody's `own` side by side; both may be longer.
+    /// Concatenates the columns of all ranks: all (rows, sum of `widths`) = the `own` (rows, widths\[rank\])
+    /// of every rank, in rank order. Both slices may be longer than needed.
     pub(crate) fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) {
-        assert_eq!(widths.len(), self.0.members(), "a width for each member; this is a bug");
+        assert_eq!(widths.len(), self.0.members(), "one width for each rank is required; this is a bug");
         let (own, all) =
             (&own[..rows * widths[self.0.rank()]], &mut all[..rows * widths.iter().sum::<usize>()]);
         or_unwind(self.0.gather(rows, widths, own, all));
@@ -43,11 +44,12 @@ impl Default for Stage {
 
 impl fmt::Debug for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, members) = self.place();
-        write!(f, "Stage({rank} of {members})")
+        let (rank, count) = self.place();
+        write!(f, "Stage({rank} of {count})")
     }
 }
 
-fn or_unwind(met: Result<(), Aborted>) {
-    met.unwrap_or_else(|aborted| resume_unwind(Box::new(aborted)));
+/// Unwinds if the stage was aborted.
+fn or_unwind(outcome: Result<(), Aborted>) {
+    outcome.unwrap_or_else(|aborted| resume_unwind(Box::new(aborted)));
 }

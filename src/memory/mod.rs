@@ -1,4 +1,4 @@
-//! Who holds what: the slots of live sequences, their sliding window, and the pages of the KV cache.
+//! Bookkeeping of slots and KV pages: which sequence holds them, and the sliding window of occupied slots.
 //!
 //! Invariant: pure bookkeeping. Nothing here touches a device, waits, or knows what a sequence is.
 

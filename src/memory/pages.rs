@@ -1,46 +1,50 @@
-//! The pages of the KV cache: how many are free, and who holds the others.
+//! The page pool of the KV cache: which pages are free, and how many leases hold each of the others.
 //!
-//! A [`Lease`] is the right to its pages and gives them back when it is dropped, on whatever thread that
-//! happens; the pool takes returned pages in at its next call. Hold a lease until the last step that names
-//! its pages is sent: from its drop on they may be anyone's, in steps that come behind that one.
-//! Invariant: a page is free or counted, never both, and the sink is neither.
+//! A [`Lease`] is the right to its pages. Dropping it, on any thread, returns them; the pool takes returned
+//! pages back at its next call. Hold a lease until the last step that refers to its pages is sent: after the
+//! drop, later steps may use them for other sequences.
+//! Invariant: a page is either free or held, and the null page is neither.
 
 use mainstem_kernels::batch::{Page, SINK_PAGE};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Every page of the cache but the sink. One owner; only leases travel.
+/// All pages of the KV cache except the null page. The pool has one owner; only leases are passed around.
 #[derive(Debug)]
 pub struct PagePool {
     page_positions: usize,
-    /// Leases that hold each page, by page number. The sink's stays 0.
+    /// Number of leases that hold each page, by page number. The null page's stays 0.
     holders: Vec<u32>,
-    /// Pages without a holder; the last is given first.
+    /// Free pages; the last one is leased first.
     free: Vec<Page>,
     returns: Arc<Mutex<Returns>>,
 }
 
-/// Where dropped leases leave their pages.
+/// Pages returned by dropped leases.
 #[derive(Debug)]
 struct Returns {
-    /// Counts resets; pages of an older lease mean nothing any more.
+    /// Number of resets; the pages of a lease from an earlier epoch are ignored.
     epoch: u64,
     pages: Vec<Page>,
 }
 
-/// The right to use some pages, given back by `Drop`.
+/// The right to use some pages, which are returned when it is dropped.
 #[derive(Debug)]
 pub struct Lease {
     pages: Vec<Page>,
-    /// How many of them are for the sequence's own positions; the rest are its source's.
+    /// Number of pages for the sequence's own positions; the remaining pages are for its encoder positions.
     own: usize,
     epoch: u64,
     returns: Arc<Mutex<Returns>>,
 }
 
 impl PagePool {
-    /// A pool over a cache of `pages` pages, the sink included, of `page_positions` token positions each.
+    /// Creates a pool for a cache of `pages` pages, including the null page, of `page_positions` token
+    /// positions each.
     pub fn new(pages: usize, page_positions: usize) -> PagePool {
-        assert!(pages > 0 && page_positions > 0, "a cache has a sink, and a page has positions");
+        assert!(
+            pages > 0 && page_positions > 0,
+            "a cache has a null page, and a page has at least one position"
+        );
         assert!(Page::try_from(pages).is_ok(), "page numbers fit their type");
         let returns = Returns { epoch: 0, pages: Vec::with_capacity(pages) };
         let mut pool = PagePool {
@@ -53,13 +57,14 @@ impl PagePool {
         pool
     }
 
-    /// Leases the pages that `positions` token positions take; `None`, and nothing is leased, when fewer
-    /// are free.
+    /// Leases the pages for `positions` token positions. Returns `None`, and leases nothing, if fewer are
+    /// free.
     pub fn reserve(&mut self, positions: usize) -> Option<Lease> {
         self.reserve_with_source(positions, 0)
     }
 
-    /// The same, with pages of their own for the positions of a source: all of them, or none.
+    /// Leases the pages for `positions` token positions, and separate pages for the encoder positions
+    /// `source`. Returns `None`, and leases nothing, if fewer are free.
     pub fn reserve_with_source(&mut self, positions: usize, source: usize) -> Option<Lease> {
         let epoch = self.collect();
         let (own, cross) = (self.pages_for(positions), self.pages_for(source));
@@ -68,67 +73,70 @@ impl PagePool {
         Some(self.lease(pages, own, epoch))
     }
 
-    /// A second lease of the same pages: they come free when both are dropped.
+    /// Creates a second lease of the same pages: they become free when both are dropped.
     pub fn share(&mut self, lease: &Lease) -> Lease {
         let epoch = self.collect();
         assert_eq!(lease.epoch, epoch, "a lease from before a reset is not shared");
         self.lease(lease.pages.clone(), lease.own, epoch)
     }
 
-    /// Pages that `positions` token positions take.
+    /// Returns the number of pages for `positions` token positions.
     pub fn pages_for(&self, positions: usize) -> usize {
         positions.div_ceil(self.page_positions)
     }
 
-    /// Pages that can be leased at all: every one but the sink.
+    /// Returns the number of pages that can be leased: all except the null page.
     pub fn total(&self) -> usize {
         self.holders.len() - 1
     }
 
-    /// Pages that can be leased now.
+    /// Returns the number of free pages.
     pub fn free(&mut self) -> usize {
         self.collect();
         self.free.len()
     }
 
-    /// Pages that are leased.
+    /// Returns the number of leased pages.
     pub fn used(&mut self) -> usize {
         self.total() - self.free()
     }
 
-    /// Makes every page free, because the cache's content is lost. Leases given before hold nothing from
-    /// here on, and dropping them changes nothing.
+    /// Frees every page, because the content of the cache is lost. Existing leases become invalid, and
+    /// dropping them has no effect.
     pub fn reset(&mut self) {
         let mut returns = lock(&self.returns);
         returns.epoch += 1;
         returns.pages.clear();
         self.holders.fill(0);
         self.free.clear();
-        // Descending, so that low pages are given first.
+        // In descending order, so that low pages are leased first.
         self.free.extend((0..self.holders.len() as Page).rev().filter(|&page| page != SINK_PAGE));
     }
 
-    /// Asserts that every page but the sink is either free, once, or held.
+    /// Asserts that every page except the null page is either free, once, or held.
     pub fn check(&mut self) {
         self.collect();
         let mut free = vec![false; self.holders.len()];
         for &page in &self.free {
             assert!(!std::mem::replace(&mut free[page as usize], true), "page {page} is free twice");
         }
-        assert!(!free[SINK_PAGE as usize] && self.holders[SINK_PAGE as usize] == 0, "the sink is kept out");
+        assert!(
+            !free[SINK_PAGE as usize] && self.holders[SINK_PAGE as usize] == 0,
+            "the null page is never free or held"
+        );
         for page in (0..self.holders.len()).filter(|&page| page != SINK_PAGE as usize) {
             assert_eq!(free[page], self.holders[page] == 0, "page {page} is free or held");
         }
     }
 
-    /// Takes in what dropped leases left; the current epoch.
+    /// Takes back the pages of dropped leases; returns the current epoch.
     fn collect(&mut self) -> u64 {
         let mut returns = lock(&self.returns);
         for page in returns.pages.drain(..) {
             let holders = &mut self.holders[page as usize];
             *holders = holders
                 .checked_sub(1)
-                .expect("a page came back more often than it was leased: this is a bug");
+                .expect("a page was returned more often than it was leased; this is a bug");
             if *holders == 0 {
                 self.free.push(page);
             }
@@ -136,6 +144,7 @@ impl PagePool {
         returns.epoch
     }
 
+    /// Creates a lease, and counts it for its pages.
     fn lease(&mut self, pages: Vec<Page>, own: usize, epoch: u64) -> Lease {
         for &page in &pages {
             self.holders[page as usize] += 1;
@@ -145,17 +154,17 @@ impl PagePool {
 }
 
 impl Lease {
-    /// All pages: those of the sequence's own positions, then those of its source's.
+    /// Returns all pages: those of the sequence's own positions, then those of its encoder positions.
     pub fn pages(&self) -> &[Page] {
         &self.pages
     }
 
-    /// The pages of the sequence's own positions, in their order.
+    /// Returns the pages of the sequence's own positions, in order.
     pub fn own(&self) -> &[Page] {
         &self.pages[..self.own]
     }
 
-    /// The pages of its source's positions, in their order.
+    /// Returns the pages of its encoder positions, in order.
     pub fn cross(&self) -> &[Page] {
         &self.pages[self.own..]
     }
@@ -170,7 +179,7 @@ impl Drop for Lease {
     }
 }
 
-/// The list, even after a panic elsewhere: no holder of the lock leaves it half changed.
+/// Locks the list, ignoring poisoning: no holder of the lock panics halfway through a change.
 fn lock(returns: &Mutex<Returns>) -> MutexGuard<'_, Returns> {
     returns.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -184,7 +193,7 @@ mod tests {
 
     const POSITIONS: usize = 32;
 
-    /// The pages of all `leases` are distinct, and none is the sink.
+    /// Asserts that the pages of all leases are distinct, and that none is the null page.
     fn disjoint(leases: &[Lease]) {
         let pages: Vec<Page> = leases.iter().flat_map(|lease| lease.pages().iter().copied()).collect();
         assert!(!pages.contains(&SINK_PAGE));
@@ -214,7 +223,7 @@ mod tests {
         assert!(pool.reserve(5 * POSITIONS).is_none(), "more than there are");
         let all = pool.reserve(4 * POSITIONS).expect("all are back");
         assert_eq!(all.pages().iter().copied().collect::<BTreeSet<_>>(), BTreeSet::from([1, 2, 3, 4]));
-        assert!(PagePool::new(1, POSITIONS).reserve(1).is_none(), "the sink alone cannot be leased");
+        assert!(PagePool::new(1, POSITIONS).reserve(1).is_none(), "the null page cannot be leased");
     }
 
     #[test]
@@ -224,7 +233,7 @@ mod tests {
         let dropper = std::thread::spawn(move || {
             for lease in receiver {
                 drop(lease);
-                done.send(()).expect("the test listens to its end");
+                done.send(()).expect("the test holds the receiver");
             }
         });
         let (mut pool, mut dice, mut held) = (PagePool::new(41, POSITIONS), Dice::new(7), Vec::new());
@@ -244,7 +253,8 @@ mod tests {
                         granted += 1;
                     }
                     None => {
-                        // However late the other thread runs, the next refusal is for what is held here.
+                        // Wait for the other thread's drops, so that a refusal is due to the leases held
+                        // here.
                         dropped.iter().take(std::mem::take(&mut away)).for_each(drop);
                         refused += 1;
                     }
@@ -275,7 +285,7 @@ mod tests {
         drop(lease);
         pool.check();
         assert_eq!(pool.used(), 1);
-        let nothing = pool.reserve(0).expect("nothing can always be had");
+        let nothing = pool.reserve(0).expect("a lease of no pages always succeeds");
         assert!(nothing.pages().is_empty());
     }
 
@@ -300,7 +310,7 @@ mod tests {
         pool.reset();
         assert_eq!(pool.free(), 4);
         let new = pool.reserve(3 * POSITIONS).expect("all are free again");
-        // The old lease names pages that the new one holds.
+        // The old lease refers to pages that the new one holds.
         assert!(old.pages().iter().any(|page| new.pages().contains(page)));
         drop(old);
         pool.check();

@@ -1,34 +1,34 @@
-//! The sliding-window shuffle: where occupied slots can be made contiguous with the fewest moves.
+//! The sliding-window shuffle: makes occupied slots contiguous with the fewest moves.
 //!
 //! Algorithm 3 of Yao et al., "Flover: A Temporal Fusion Framework for Efficient Autoregressive Model
-//! Parallel Inference", section V-D. As printed there, the algorithm scores windows from offset 1 on only
-//! and so moves slots that may stay; here the window at offset 0 is scored first.
-//! Invariant: every move goes from outside the window into a hole inside it, so the moves of one shuffle
-//! are independent of each other and of their order.
+//! Parallel Inference", section V-D. As printed there, the algorithm scores windows from offset 1 on only and
+//! so moves slots that may stay; here the window at offset 0 is scored first.
+//! Invariant: every move goes from outside the window into a hole inside it, so the moves of one shuffle are
+//! independent of each other and of their order.
 
 use mainstem_kernels::SlotMove;
 use mainstem_kernels::batch::Slot;
 use std::ops::Range;
 
-/// The slots that a shuffle makes contiguous.
+/// The range of slots that a shuffle makes contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     /// First slot.
     pub offset: usize,
-    /// Slots; as many as are occupied.
+    /// Number of slots; equals the number of occupied slots.
     pub len: usize,
-    /// Occupied slots outside: the number of moves it takes.
+    /// Number of occupied slots outside the window, which is the number of moves.
     pub moves: usize,
 }
 
 impl Window {
-    /// The slots of the window, as indices.
+    /// Returns the window as a range of slot indices.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len
     }
 }
 
-/// The window that needs the fewest moves; of several, the one at the lowest offset. O(slots).
+/// Returns the window that needs the fewest moves; of several, the one at the lowest offset. O(slots).
 pub fn window(occupied: &[bool]) -> Window {
     let len = count(occupied);
     let mut inside = count(&occupied[..len]);
@@ -43,8 +43,8 @@ pub fn window(occupied: &[bool]) -> Window {
     best
 }
 
-/// Appends the moves that fill the holes of `window`, both ascending: the first occupied slot outside goes
-/// to the first hole inside. `window` is that of the same `occupied`. O(slots).
+/// Appends the moves that fill the holes of `window`, both ascending: the first occupied slot outside goes to
+/// the first hole inside. `window` must be computed from the same `occupied`. O(slots).
 pub fn moves(occupied: &[bool], window: &Window, into: &mut Vec<SlotMove>) {
     let inside = window.range();
     let holes = inside.clone().filter(|&slot| !occupied[slot]);
@@ -60,7 +60,7 @@ fn count(occupied: &[bool]) -> usize {
 mod tests {
     use super::*;
 
-    /// (from, to).
+    /// A move as (from, to).
     type Move = (Slot, Slot);
 
     fn shuffle(occupied: &[bool]) -> (Window, Vec<Move>) {
@@ -91,7 +91,7 @@ mod tests {
         }
     }
 
-    /// The first offset with the fewest occupied slots outside, every offset counted anew.
+    /// Returns the first offset with the fewest occupied slots outside, counting each offset from scratch.
     fn brute_force(occupied: &[bool]) -> Window {
         let len = occupied.iter().filter(|&&slot| slot).count();
         (0..=occupied.len() - len)
@@ -120,7 +120,7 @@ mod tests {
 
                 let mut after = occupied.clone();
                 for &(from, to) in &moves {
-                    // Neither is any other move's source or target: both orders give the same result.
+                    // No other move has the same source or target, so the order of the moves does not matter.
                     assert!(occupied[from as usize] && !occupied[to as usize], "{occupied:?}");
                     after[from as usize] = false;
                     after[to as usize] = true;

@@ -1,18 +1,19 @@
-//! Which sequence holds which slot, and the window of slots that a step computes.
+//! The slot map of a lane: which sequence holds which slot, and the window of slots that a step computes.
 //!
-//! A turn's changes come in one order: the finished leave, the new ones join (in holes first, which saves
-//! moves), and [`SlotMap::compact`] closes the gaps that are left. With the shuffle on, the window then has
-//! no holes; with it off, holes stay where they are until a new sequence takes them or an edge of the window
-//! passes them. Each lane has a map of its own over its part of the device's slots.
-//! Invariant: a key holds one slot, a slot one key. All else (window, holes, number of live sequences) is
-//! read off the slots and stored nowhere.
+//! The changes of an iteration come in this order: finished sequences leave, new ones join (in holes first,
+//! which saves moves), and [`SlotMap::compact`] closes the remaining holes. With the shuffle on, the window
+//! then has no holes; with it off, holes remain until a new sequence takes them or an edge of the window
+//! passes them. Each lane has a map of its part of the device's slots.
+//! Invariant: a key holds one slot, and a slot one key. Everything else (window, holes, number of occupied
+//! slots) is derived from the slots and not stored.
 
 use super::shuffle;
 use mainstem_kernels::SlotMove;
 use mainstem_kernels::batch::Slot;
 use std::ops::Range;
 
-/// Slots `0..slots` in so many runs, as even as can be: the first ones are longer by one slot where it does not divide.
+/// Splits the slots `0..slots` into `runs` contiguous ranges whose lengths differ by at most one; the longer
+/// ones come first.
 pub fn divided(slots: usize, runs: usize) -> impl Iterator<Item = Range<Slot>> {
     let (len, longer) = (slots / runs, slots % runs);
     (0..runs).map(move |run| {
@@ -21,27 +22,28 @@ pub fn divided(slots: usize, runs: usize) -> impl Iterator<Item = Range<Slot>> {
     })
 }
 
-/// Slots as the device numbers them, and their holders. Every method is O(slots) and allocates nothing.
+/// A range of slots, numbered as on the device, and their holders. Every method is O(slots) and does not
+/// allocate.
 #[derive(Clone, Debug)]
 pub struct SlotMap<K> {
     /// The lowest slot.
     first: Slot,
-    /// Each slot's holder, from `first` on.
+    /// Holder of each slot, from `first` on.
     holders: Vec<Option<K>>,
     shuffle: bool,
-    /// What the shuffle reads; only good during `compact`.
+    /// Input of the shuffle; valid during `compact` only.
     occupied: Vec<bool>,
 }
 
 impl<K: Copy + Eq> SlotMap<K> {
-    /// These slots, all of them free. `shuffle`: whether [`SlotMap::compact`] moves anything.
+    /// Creates a map of free slots. `shuffle` enables the moves of [`SlotMap::compact`].
     pub fn new(slots: Range<Slot>, shuffle: bool) -> SlotMap<K> {
         let len = slots.len();
         SlotMap { first: slots.start, holders: vec![None; len], shuffle, occupied: Vec::with_capacity(len) }
     }
 
-    /// Gives `key` a slot: the lowest hole of the window, else the one above it, else the one below it.
-    /// `None` when all slots are taken.
+    /// Assigns `key` a slot: the lowest hole of the window, else the slot above it, else the slot below it.
+    /// `None` when all slots are occupied.
     pub fn join(&mut self, key: K) -> Option<Slot> {
         assert!(self.slot_of(key).is_none(), "a key joins once");
         let window = self.window();
@@ -53,14 +55,14 @@ impl<K: Copy + Eq> SlotMap<K> {
         Some(slot)
     }
 
-    /// Frees a slot that is taken; its holder.
+    /// Frees an occupied slot, and returns its holder.
     pub fn leave(&mut self, slot: Slot) -> K {
         let at = self.at(slot);
-        self.holders[at].take().expect("only a taken slot is left, else this is a bug")
+        self.holders[at].take().expect("only a taken slot is freed; anything else is a bug")
     }
 
-    /// Closes the window's holes with the fewest moves and appends these to `moves`. Does nothing with the
-    /// shuffle off.
+    /// Closes the holes of the window with the fewest moves, and appends these to `moves`. Does nothing with
+    /// the shuffle off.
     pub fn compact(&mut self, moves: &mut Vec<SlotMove>) {
         if !self.shuffle {
             return;
@@ -71,13 +73,14 @@ impl<K: Copy + Eq> SlotMap<K> {
         shuffle::moves(&self.occupied, &shuffle::window(&self.occupied), moves);
         for m in &mut moves[first..] {
             self.holders[m.to as usize] = self.holders[m.from as usize].take();
-            // The shuffle counts from the lowest slot.
+            // The shuffle numbers slots from the lowest one.
             *m = SlotMove { from: self.first + m.from, to: self.first + m.to };
         }
         assert_eq!(self.window().len(), self.live(), "a compacted window has no holes");
     }
 
-    /// From the lowest taken slot to the highest; nothing of the lowest when none is.
+    /// Returns the range from the lowest to the highest occupied slot; empty, at the first slot, if none is
+    /// occupied.
     pub fn window(&self) -> Range<Slot> {
         let low = self.holders.iter().position(Option::is_some);
         let high = self.holders.iter().rposition(Option::is_some);
@@ -85,27 +88,27 @@ impl<K: Copy + Eq> SlotMap<K> {
         self.first + low..self.first + high
     }
 
-    /// The free slots of the window, ascending.
+    /// Returns the free slots of the window, ascending.
     pub fn holes(&self) -> impl Iterator<Item = Slot> + '_ {
         self.window().filter(|&slot| self.get(slot).is_none())
     }
 
-    /// The slot's holder.
+    /// Returns the slot's holder.
     pub fn get(&self, slot: Slot) -> Option<K> {
         self.holders.get(slot.checked_sub(self.first)? as usize).copied().flatten()
     }
 
-    /// The key's slot.
+    /// Returns the key's slot.
     pub fn slot_of(&self, key: K) -> Option<Slot> {
         self.iter().find(|&(_, holder)| holder == key).map(|(slot, _)| slot)
     }
 
-    /// Taken slots.
+    /// Returns the number of occupied slots.
     pub fn live(&self) -> usize {
         self.iter().count()
     }
 
-    /// Taken slots and their holders, ascending.
+    /// Returns the occupied slots and their holders, ascending.
     pub fn iter(&self) -> impl Iterator<Item = (Slot, K)> + '_ {
         (self.first..).zip(&self.holders).filter_map(|(slot, holder)| Some((slot, (*holder)?)))
     }
@@ -115,12 +118,12 @@ impl<K: Copy + Eq> SlotMap<K> {
         self.first + self.holders.len() as Slot
     }
 
-    /// Where the holder of a slot of this map is kept.
+    /// Returns the index of a slot in `holders`.
     fn at(&self, slot: Slot) -> usize {
         (slot - self.first) as usize
     }
 
-    /// Asserts that the map contradicts itself nowhere.
+    /// Asserts that the map is consistent.
     pub fn check(&self) {
         let window = self.window();
         assert_eq!(window.len(), self.live() + self.holes().count());
@@ -172,7 +175,7 @@ mod tests {
     fn compaction_moves_holders_and_says_so() {
         let mut map = filled(8, true);
         assert_eq!((map.leave(2), map.leave(5)), ('c', 'f'));
-        // What the list held before is kept and not applied.
+        // The existing content of the list is kept and not applied.
         let before = SlotMove { from: 0, to: 7 };
         let mut moves = vec![before];
         map.compact(&mut moves);
@@ -231,7 +234,7 @@ mod tests {
         map.leave(1);
     }
 
-    /// Where a joining key must go: a hole, the high edge, the low edge.
+    /// Returns the slot that a joining key must get: a hole, the high edge, or the low edge.
     fn expected_slot(model: &[Option<u64>]) -> Option<usize> {
         let taken: Vec<usize> = (0..model.len()).filter(|&slot| model[slot].is_some()).collect();
         let (Some(&low), Some(&high)) = (taken.first(), taken.last()) else {
@@ -242,7 +245,7 @@ mod tests {
         hole.or(edges.into_iter().flatten().next())
     }
 
-    /// The first slot of the maps that are compared with a list: what is true of slots counted from 0 is true of a part.
+    /// First slot of the maps that are compared with a list, so that a map with an offset is tested.
     const FIRST: Slot = 7;
 
     fn agree(map: &SlotMap<u64>, model: &[Option<u64>]) {
@@ -263,14 +266,14 @@ mod tests {
         }
     }
 
-    /// When the new ones join: the map keeps its promises in either order.
+    /// Whether new keys join before or after the compaction; the map must be right in both cases.
     #[derive(Clone, Copy, PartialEq)]
     enum Joins {
         BeforeCompact,
         AfterCompact,
     }
 
-    /// A map and a plain list of holders, which must agree.
+    /// A slot map and a plain list of holders, which must agree.
     struct Pair {
         map: SlotMap<u64>,
         model: Vec<Option<u64>>,
@@ -314,7 +317,7 @@ mod tests {
         }
     }
 
-    /// Random turns; at the end of each, the shuffle has left no hole.
+    /// Random iterations; with the shuffle on, no hole remains at the end of each.
     fn turns(seed: u32, slots: usize, shuffle: bool, joins: Joins) {
         let map = SlotMap::new(FIRST..FIRST + slots as Slot, shuffle);
         let mut pair = Pair { map, model: vec![None; slots], dice: Dice::new(seed), next_key: 0, moved: 0 };

@@ -1,52 +1,53 @@
-//! The buffers between the operations of a layer.
+//! Buffers for the intermediate results of a layer.
 //!
-//! Invariant: made once, for the largest step and the widest layer of either stack.
+//! Invariant: allocated once, for the largest step and the widest layer of both stacks.
 
 use super::importance::Observer;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use mainstem_kernels::{Backend, DeviceError, StepLimits};
 
-/// The buffers, all F32, (rows, width).
+/// Activation buffers, all F32 and of shape (rows, width).
 pub struct Activations<Buf> {
     /// The residual stream, (rows, hidden).
     pub x: Buf,
-    /// Its norm, and what a sub-layer gives back, (rows, hidden).
+    /// The normalized residual stream and the output of a sub-layer, (rows, hidden).
     pub h: Buf,
     pub y: Buf,
-    /// (rows, heads, k_dim)
+    /// Queries, (rows, heads, k_dim).
     pub q: Buf,
-    /// (rows, kv_heads, k_dim)
+    /// Keys, (rows, kv_heads, k_dim).
     pub k: Buf,
-    /// (rows, kv_heads, v_dim)
+    /// Values, (rows, kv_heads, v_dim).
     pub v: Buf,
-    /// Queries or keys of the whole stage, (rows, width), where they are normed all together.
+    /// Queries or keys gathered from all ranks of the stage, (rows, width), where a norm spans all heads.
     pub spread: Buf,
-    /// What attention gives, (rows, heads, v_dim).
+    /// The attention output, (rows, heads, v_dim).
     pub a: Buf,
-    /// (rows, MLP width)
+    /// The inner layers of the MLP, (rows, MLP width).
     pub gate: Buf,
     pub up: Buf,
-    /// Which experts are for whom, (rows, experts), and what the shared one gives, (rows, hidden).
+    /// Router logits, (rows, experts), and the output of the shared expert, (rows, hidden).
     pub router: Buf,
     pub shared: Buf,
-    /// Cosines and sines of the step's positions, (rows, dims / 2, 2) for each kind of rotary positions of a stack.
+    /// Cosines and sines of the step's positions, (rows, dims / 2, 2), for each kind of rotary position
+    /// embedding.
     pub angles: Vec<Buf>,
-    /// The wanted rows, (logit rows, hidden).
+    /// The rows whose logits are computed, (logit rows, hidden).
     pub wanted: Buf,
     pub wanted_h: Buf,
-    /// (logit rows, vocabulary)
+    /// Logits, (logit rows, vocabulary).
     pub logits: Buf,
-    /// Those of this member's tokens, where others have more.
+    /// Logits of this rank's share of the vocabulary, if the head is split.
     pub own_logits: Buf,
-    /// Wanted rows whose logits have room at once.
+    /// Number of rows whose logits fit into the buffers at once.
     pub logit_rows: usize,
     pub hidden: usize,
-    /// Who is shown what products read.
+    /// Records the inputs of the GEMMs, if they are observed.
     pub observer: Option<Observer>,
 }
 
 impl<Buf> Activations<Buf> {
-    /// Buffers for every step within `limits`.
+    /// Allocates buffers for every step within `limits`.
     pub fn new<B: Backend<Buf = Buf>>(
         backend: &mut B,
         spec: &ModelSpec,
@@ -80,7 +81,7 @@ impl<Buf> Activations<Buf> {
     }
 }
 
-/// Bytes of all activations together.
+/// Returns the size of all activation buffers in bytes.
 pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     let w = Widths::of(spec);
     let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.spread + w.a + 2 * w.mlp + w.router + w.shared;
@@ -89,24 +90,24 @@ pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
 }
 
-/// The widest of everything.
+/// Widths of the buffers: the maximum over all layers.
 struct Widths {
     hidden: usize,
-    /// Of the residual stream or an embedding of another width.
+    /// Width of the residual stream, or of an embedding that is wider.
     stream: usize,
     q: usize,
     k: usize,
     v: usize,
-    /// 0 where nothing is normed over members.
+    /// Zero if no norm spans several ranks.
     spread: usize,
     a: usize,
     mlp: usize,
     router: usize,
     shared: usize,
     angles: Vec<usize>,
-    /// 0 without a head.
+    /// Zero without a head.
     vocab: usize,
-    /// 0 where the head is whole.
+    /// Zero if the head is not split.
     own_vocab: usize,
 }
 
@@ -127,7 +128,7 @@ impl Widths {
         let embeddings = spec.stacks().filter_map(|stack| stack.embedding.as_ref());
         let embedding = embeddings.map(|embedding| embedding.table.shape[1]).max().unwrap_or(0);
         let head = spec.last_stack().head.as_ref();
-        // The head's input may be as wide as an embedding that is elsewhere.
+        // The head's input may be as wide as an embedding that is on another stage.
         let head_input = head.map_or(0, |head| head.table.shape[1]);
         let kinds = spec.stacks().map(|stack| stack.ropes.len()).max().unwrap_or(0);
         let dims =

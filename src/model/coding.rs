@@ -1,82 +1,82 @@
-//! Rows of a matrix from one number format to another, on several threads.
+//! Converts rows of a matrix from one number format to another, on several threads.
 //!
-//! Invariant: a row's codes depend on its own numbers, on neither the threads nor the rows beside it; so it does not matter
-//! whether a matrix is coded whole or in pieces.
+//! Invariant: a row's quants depend only on its own values, not on the threads or on other rows. So a matrix
+//! can be converted whole or in parts with the same result.
 
 use anyhow::{Result, anyhow, ensure};
 use mainstem_kernels::QuantType;
 use std::thread::Builder;
 
-/// Numbers that are worth a thread.
+/// Minimum number of elements for one thread.
 const NUMBERS_EACH_MIN: usize = 1 << 15;
 
-/// How codes are chosen.
+/// Method of rounding values to quants.
 #[derive(Clone, Copy, Debug)]
 pub enum Codes<'a> {
-    /// By the format's own equations.
+    /// Round to nearest, by the format's own equations.
     Equations,
-    /// By least squares: an error counts by its column, if there is a number for each, else as any other.
+    /// Minimize the squared error, weighted by column if weights are given.
     LeastSquares(Option<&'a [f32]>),
 }
 
-/// Whole rows of a matrix as they are stored.
+/// Complete rows of a matrix in their stored format.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
     pub ty: QuantType,
-    /// Numbers of a row.
+    /// Number of elements in a row.
     pub width: usize,
     pub bytes: &'a [u8],
 }
 
-/// The rows in another number format, whose blocks they are whole numbers of.
-pub fn coded(rows: Rows, ty: QuantType, by: Codes, threads: usize) -> Result<Vec<u8>> {
+/// Converts rows to another number format. Fails if a row is not a whole number of blocks of either format.
+pub fn coded(rows: Rows, ty: QuantType, rounding: Codes, threads: usize) -> Result<Vec<u8>> {
     let (stored, coded) = (row_bytes(rows.ty, rows.width)?, row_bytes(ty, rows.width)?);
-    if let Codes::LeastSquares(Some(columns)) = by {
-        let (told, width) = (columns.len(), rows.width);
-        ensure!(told == width, "{told} columns count, of {width}; this is a bug");
+    if let Codes::LeastSquares(Some(columns)) = rounding {
+        let (weights, width) = (columns.len(), rows.width);
+        ensure!(weights == width, "{weights} column weights for {width} columns; this is a bug");
     }
     let count = rows.bytes.len() / stored.max(1);
-    let mut codes = vec![0; count * coded];
-    let least = (NUMBERS_EACH_MIN / rows.width.max(1)).max(1);
-    let each = count.div_ceil(threads.max(1)).max(least);
+    let mut quants = vec![0; count * coded];
+    let min_rows = (NUMBERS_EACH_MIN / rows.width.max(1)).max(1);
+    let each = count.div_ceil(threads.max(1)).max(min_rows);
     std::thread::scope(|scope| {
-        let parts = rows.bytes.chunks((each * stored).max(1)).zip(codes.chunks_mut((each * coded).max(1)));
-        // All are started, then all are waited for, whatever becomes of one.
+        let parts = rows.bytes.chunks((each * stored).max(1)).zip(quants.chunks_mut((each * coded).max(1)));
+        // All threads are started before any is joined, and all are joined even if one fails.
         let mut threads = Vec::new();
-        for (bytes, codes) in parts {
+        for (bytes, quants) in parts {
             let part = Rows { bytes, ..rows };
-            threads.push(Builder::new().spawn_scoped(scope, move || code_rows(part, ty, by, codes)));
+            threads.push(Builder::new().spawn_scoped(scope, move || code_rows(part, ty, rounding, quants)));
         }
         let ends: Vec<_> = threads.into_iter().map(|thread| Ok(thread?.join())).collect();
         ends.into_iter().try_for_each(|end: Result<_, std::io::Error>| {
-            end?.map_err(|_| anyhow!("a thread that codes numbers as {ty} has panicked"))
+            end?.map_err(|_| anyhow!("a thread that converts values to {ty} has panicked"))
         })
     })?;
-    Ok(codes)
+    Ok(quants)
 }
 
-fn code_rows(rows: Rows, ty: QuantType, by: Codes, codes: &mut [u8]) {
+fn code_rows(rows: Rows, ty: QuantType, rounding: Codes, quants: &mut [u8]) {
     let (stored, coded) = (rows.ty.bytes(rows.width), ty.bytes(rows.width));
     let (Some(stored @ 1..), Some(coded @ 1..)) = (stored, coded) else { return };
     let mut values = vec![0.0; rows.width];
-    for (bytes, codes) in rows.bytes.chunks_exact(stored).zip(codes.chunks_exact_mut(coded)) {
+    for (bytes, quants) in rows.bytes.chunks_exact(stored).zip(quants.chunks_exact_mut(coded)) {
         rows.ty.dequantize(bytes, &mut values);
-        match by {
-            Codes::Equations => ty.quantize(&values, codes),
-            Codes::LeastSquares(columns) => ty.fit(&values, columns, codes),
+        match rounding {
+            Codes::Equations => ty.quantize(&values, quants),
+            Codes::LeastSquares(columns) => ty.fit(&values, columns, quants),
         }
     }
 }
 
 fn row_bytes(ty: QuantType, width: usize) -> Result<usize> {
-    ty.bytes(width).ok_or_else(|| anyhow!("rows of {width} numbers are no whole number of {ty} blocks"))
+    ty.bytes(width).ok_or_else(|| anyhow!("rows of {width} values are not whole {ty} blocks"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Some numbers in F32.
+    /// Returns some values in F32.
     fn numbers(count: usize) -> Vec<u8> {
         (0..count).flat_map(|i| ((i * 7919 % 1009) as f32 / 500.0 - 1.0).to_le_bytes()).collect()
     }
@@ -108,9 +108,9 @@ mod tests {
             coded(rows, QuantType::Q4_0, Codes::Equations, 1)
                 .unwrap_err()
                 .to_string()
-                .contains("rows of 48 numbers")
+                .contains("rows of 48 values")
         );
-        // A format that is only read has no way to be written: a panic on a thread, which ends there.
+        // A read-only format cannot be written: the thread panics, and the panic becomes an error.
         let panicked = coded(Rows { width: 32, ..rows }, QuantType::IQ4_NL, Codes::Equations, 2)
             .unwrap_err()
             .to_string();

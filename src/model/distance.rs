@@ -1,14 +1,16 @@
-//! Tables by position and by distance: sinusoids that are added to embeddings, biases that are added to scores.
+//! Position tables: sinusoids that are added to embeddings, and relative position biases that are added to
+//! scores.
 //!
-//! Invariant: a table is a function of the specification and of how far positions reach, in F32.
+//! Invariant: a table is a function of the specification and of the number of positions, in F32.
 
 use super::spec::tables::SinusoidLayout;
 use std::ops::Range;
 
-/// The longest wavelength of sinusoids, in turns of 2π positions.
+/// Longest wavelength of the sinusoids, in units of 2π positions.
 const SINUSOID_BASE: f64 = 10_000.0;
 
-/// Rows `offset..offset + positions` of sines and cosines (Vaswani et al. 2017, section 3.5), `(positions, width)`.
+/// Returns rows `offset..offset + positions` of the sinusoidal table (Vaswani et al. 2017, section 3.5),
+/// `(positions, width)`.
 pub fn sinusoids(
     layout: SinusoidLayout,
     width: usize,
@@ -20,12 +22,13 @@ pub fn sinusoids(
     let mut table = vec![0.0; positions * width];
     for (position, row) in table.chunks_exact_mut(width).enumerate() {
         for pair in 0..half {
-            // All sines before all cosines ends its frequencies at the base itself; in turns, one step before.
-            let (share, sine, cosine) = match layout {
+            // With all sines before all cosines, the last frequency is exactly 1 / base; interleaved, it is
+            // one step before.
+            let (exponent, sine, cosine) = match layout {
                 SinusoidLayout::Halves => (pair as f64 / (half.max(2) - 1) as f64, pair, half + pair),
                 SinusoidLayout::Interleaved => (2.0 * pair as f64 / width as f64, 2 * pair, 2 * pair + 1),
             };
-            let frequency = SINUSOID_BASE.powf(-share) as f32;
+            let frequency = SINUSOID_BASE.powf(-exponent) as f32;
             let angle = f64::from((position + offset) as f32 * frequency);
             row[sine] = angle.sin() as f32 * scale;
             row[cosine] = angle.cos() as f32 * scale;
@@ -34,8 +37,9 @@ pub fn sinusoids(
     table
 }
 
-/// Slopes of heads, the steepest first (Press et al. 2022, section 3). Where their number is no power of two, those of the
-/// next lower one, and then every second of the next higher one.
+/// Returns the ALiBi slopes of the heads, the steepest first (Press et al. 2022, section 3). If the number of
+/// heads is not a power of two, these are the slopes for the next lower power, followed by every second slope
+/// for the next higher one.
 pub fn alibi_slopes(heads: usize) -> Vec<f32> {
     let lower = 1 << heads.ilog2();
     let slope = |of: usize, number: usize| (2f64.powf(-8.0 / of as f64 * (number + 1) as f64)) as f32;
@@ -43,8 +47,8 @@ pub fn alibi_slopes(heads: usize) -> Vec<f32> {
     of_lower.chain((0..heads - lower).map(|head| slope(2 * lower, 2 * head))).collect()
 }
 
-/// Biases that fall with distance, at each head's slope: `(own heads, 2 * reach - 1)`, the entry for key k and query q at
-/// `k - q + reach - 1`.
+/// Returns the ALiBi biases of the heads `own`: `(own heads, 2 * reach - 1)`, with the entry for key k and
+/// query q at `k - q + reach - 1`.
 pub fn alibi(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
     let distances = || (0..2 * reach - 1).map(|at| at.abs_diff(reach - 1) as f32);
     alibi_slopes(heads)[own]
@@ -53,7 +57,7 @@ pub fn alibi(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f
         .collect()
 }
 
-/// Learned biases, from those of the buckets `(buckets, heads)`, as [`alibi`] arranges them.
+/// Returns learned relative position biases in the layout of [`alibi`], from a table `(buckets, heads)`.
 pub fn relative(
     learned: &[f32],
     (heads, own): (usize, Range<usize>),
@@ -67,8 +71,9 @@ pub fn relative(
     own.flat_map(|head| by_place.iter().map(move |bucket| learned[bucket * heads + head])).collect()
 }
 
-/// The bucket of a key's position less a query's: near ones have their own, farther ones share, ever more of them (Raffel
-/// et al. 2020, section 2.1). With `both_ways` keys behind the query have one half of the buckets and keys ahead the other.
+/// Returns the bucket of a distance, the key's position minus the query's. Short distances have buckets of
+/// their own, longer ones share logarithmically growing buckets (Raffel et al. 2020, section 2.1). With
+/// `both_ways`, keys before the query use one half of the buckets and keys after it the other.
 fn bucket(ahead: i64, buckets: usize, farthest: usize, both_ways: bool) -> usize {
     let half = if both_ways { buckets / 2 } else { buckets };
     let (base, far) = match both_ways {
@@ -80,7 +85,7 @@ fn bucket(ahead: i64, buckets: usize, farthest: usize, both_ways: bool) -> usize
     if far < exact {
         return base + far;
     }
-    // In single precision, as the models' own code has it: borders between buckets depend on it.
+    // In F32, as in the reference implementation: bucket boundaries depend on it.
     let logs = (far as f32 / exact as f32).ln() / (farthest as f64 / exact as f64).ln() as f32;
     base + (exact + (logs * (half - exact) as f32) as usize).min(half - 1)
 }
@@ -102,7 +107,7 @@ mod tests {
     fn biases_lie_by_distance() {
         let table = alibi(2, 0..2, 2.0, 3);
         assert_eq!(table.len(), 2 * 5);
-        // Slope 1/16, twice.
+        // Slope 1/16, times the scale 2.
         assert_eq!(&table[..5], [-0.25, -0.125, 0.0, -0.125, -0.25]);
         assert_eq!(alibi(2, 1..2, 2.0, 3), table[5..]);
         let learned: Vec<f32> = (0..8).flat_map(|bucket| [bucket as f32, 100.0 + bucket as f32]).collect();
@@ -114,7 +119,7 @@ mod tests {
         assert_eq!(relative(&learned, (2, 1..2), 8, 16, true, 4), table[7..]);
     }
 
-    /// The borders of T5's own 32 buckets up to distance 128, both ways: 16 each, 8 of them exact.
+    /// The boundaries of T5's 32 buckets up to distance 128 in both directions: 16 each, 8 of them exact.
     #[test]
     fn far_buckets_grow_and_the_last_has_all_the_rest() {
         let behind = |far: i64| bucket(-far, 32, 128, true);

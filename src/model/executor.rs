@@ -1,4 +1,4 @@
-//! A model with its cache on one device: what turns a [`StepBatch`] into a [`StepOutput`].
+//! A model with its KV cache on one device, which turns a [`StepBatch`] into a [`StepOutput`].
 //!
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
 
@@ -15,37 +15,38 @@ use mainstem_kernels::{
 };
 use std::time::Instant;
 
-/// What a device's actor drives. The type of the backend ends here.
+/// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
 pub trait Executor: Send {
-    /// This device's part of one forward pass, `flow` before and behind it; what it took goes to `out`, which is cleared
-    /// first, and the results of the whole do on the first member of the last stage. The members of a stage meet in every
-    /// step, whatever is in it: so none of them is more than a step behind, which bounds what waits for it.
+    /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
+    /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
+    /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
+    /// no rank is more than a step behind, which bounds the queue of messages for it.
     fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError>;
 
-    /// What was allocated for what.
+    /// Returns what was allocated.
     fn report(&self) -> ExecutorReport;
 }
 
-/// What was allocated for what, in bytes, for the report at start.
+/// The allocations of an executor in bytes, for the report at startup.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExecutorReport {
     /// Name, instruction set and threads of the device.
     pub device: String,
     pub tensors: Vec<TensorRecord>,
-    /// Weights, and the table of rotary positions.
+    /// Weights and position tables.
     pub weight_bytes: usize,
     pub kv_bytes: usize,
-    /// Buffers between operations, and the cache that an encoder's layers use one after another.
+    /// Activation buffers, and the cache that an encoder's layers share one after another.
     pub activation_bytes: usize,
-    /// What the backend needs beside them for its steps.
+    /// Other step buffers of the backend.
     pub step_bytes: usize,
 }
 
-/// The cache's number format and size: everything of it that the model does not say.
+/// Number format and size of the KV cache: everything that the model does not determine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvPlan {
     pub ty: QuantType,
-    /// Pages, the sink included.
+    /// Number of pages, including the null page.
     pub pages: usize,
 }
 
@@ -54,15 +55,15 @@ pub struct ModelExecutor<B: Backend> {
     backend: B,
     model: Model<B::Buf>,
     kv: Vec<KvLayer<B::Buf>>,
-    /// The encoder's cache, which lasts for one layer.
+    /// The encoder's cache, whose contents last for one layer.
     scratch: Option<KvLayer<B::Buf>>,
     act: Activations<B::Buf>,
     report: ExecutorReport,
 }
 
 impl<B: Backend> ModelExecutor<B> {
-    /// Loads the shard's part of the model and allocates all that steps within `limits` need. The backend has joined its
-    /// stage before, if that has other members.
+    /// Loads the shard's part of the model and allocates everything that steps within `limits` need. If the
+    /// stage has other ranks, the backend must have joined it before.
     pub fn new(
         mut backend: B,
         source: &ModelSource,
@@ -74,7 +75,7 @@ impl<B: Backend> ModelExecutor<B> {
         let (place, (rank, members)) = ((shard.rank, shard.members()), backend.place());
         ensure!(
             place == (rank, members),
-            "the device joined its stage as {rank} of {members}, not {place:?}; this is a bug"
+            "the device joined its stage as rank {rank} of {members}, not {place:?}; this is a bug"
         );
         let mut measure = Measure::begin();
         let model = load::load(&mut backend, source, shard, spec, &limits)?;
@@ -89,7 +90,10 @@ impl<B: Backend> ModelExecutor<B> {
         let scratch = scratch.context("allocating the encoder's cache")?;
         let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
         let is_whole = members == 1;
-        ensure!(is_whole || source.observations.is_none(), "members see parts of inputs; this is a bug");
+        ensure!(
+            is_whole || source.observations.is_none(),
+            "inputs cannot be observed on a split model; this is a bug"
+        );
         act.observer = source.observations.clone().map(Observer::new);
         let activation_bytes = measure.since_last();
         backend.prepare(&limits).context("allocating the step buffers")?;
@@ -105,8 +109,8 @@ impl<B: Backend> ModelExecutor<B> {
     }
 }
 
-/// What a [`ModelExecutor`] of these sizes would report, the tensors in another order. Weights, cache and
-/// activations are only counted; of `backend`, which is used up, the step buffers are made.
+/// Returns what a [`ModelExecutor`] of these sizes would report, with the tensors in another order. Weights,
+/// cache and activations are only counted; the step buffers are allocated by `backend`, which is consumed.
 pub fn forecast<B: Backend>(
     mut backend: B,
     source: &ModelSource,
@@ -116,10 +120,11 @@ pub fn forecast<B: Backend>(
 ) -> Result<ExecutorReport> {
     let spec = source.part(shard)?;
     let tensors = load::records(source, &spec);
-    // The step buffers are as wide as what the backend has seen: matrices and a cache of no rows.
+    // The size of the step buffers depends on what the backend has allocated: matrices and a cache without
+    // rows.
     for tensor in &tensors {
-        if let [_, inp] = tensor.shape[..] {
-            backend.upload_weight(tensor.ty, 0, inp, &[])?;
+        if let [_, k] = tensor.shape[..] {
+            backend.upload_weight(tensor.ty, 0, k, &[])?;
         }
     }
     for layout in kv_layouts(&spec, kv, limits.page_positions).chain(scratch_layout(&spec, &limits)) {
@@ -131,7 +136,7 @@ pub fn forecast<B: Backend>(
         }
     }
     let bytes = |tensor: &TensorRecord| match tensor.shape[..] {
-        [out, inp] => backend.weight_bytes(tensor.ty, out, inp),
+        [n, k] => backend.weight_bytes(tensor.ty, n, k),
         _ => tensor.loaded_bytes(),
     };
     let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
@@ -149,27 +154,29 @@ pub fn forecast<B: Backend>(
     })
 }
 
-/// Bytes of one page in all layers of a model, or of a member's part of one; `None` when they overflow.
+/// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
+/// overflow.
 pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Option<usize> {
     let mut layouts = kv_layouts(spec, KvPlan { ty, pages: 1 }, page_positions);
     layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
 }
 
-/// Bytes of all that a step of a model, or of a member's part of one, works in and leaves nothing in: activations, and an
-/// encoder's cache.
+/// Returns the size of the buffers whose contents last for one step, in bytes, for a model or one rank's
+/// part: activations, and an encoder's cache.
 pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     let scratch =
         scratch_layout(spec, limits).and_then(|layout| layout.page_bytes()?.checked_mul(layout.pages));
     activation_bytes(spec, limits).saturating_add(scratch.unwrap_or(0))
 }
 
-/// The caches of the decoder's layers.
+/// Returns the cache layouts of the decoder's layers.
 fn kv_layouts(spec: &ModelSpec, kv: KvPlan, page_positions: usize) -> impl Iterator<Item = KvLayout> {
     let layers = spec.cached_layers().iter();
     layers.map(move |layer| layout(&layer.attention, kv, page_positions))
 }
 
-/// The cache that an encoder's layers use one after another. It is in single precision: nothing of it stays.
+/// Returns the layout of the cache that an encoder's layers share one after another. It is F32, because its
+/// contents are temporary.
 fn scratch_layout(spec: &ModelSpec, limits: &StepLimits) -> Option<KvLayout> {
     let layers = &spec.encoder.as_ref()?.layers;
     let kv = KvPlan { ty: QuantType::F32, pages: limits.scratch_positions().div_ceil(limits.page_positions) };
@@ -194,7 +201,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             Traffic { batch, flow, out },
         );
         let wanted = if self.model.seams.answers { batch.samples.len() } else { 0 };
-        assert_eq!(out.rows.len(), wanted, "a result for each wanted row");
+        assert_eq!(out.rows.len(), wanted, "there must be a result for each output row");
         out.times.forward = began.elapsed() - out.times.sample;
         Ok(())
     }
@@ -204,8 +211,8 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 }
 
-/// What is allocated from one look to the next on this thread, which drives the device: others are built at the same
-/// time.
+/// Measures what this thread allocates between two calls. The thread drives the device; other devices are set
+/// up at the same time on other threads.
 struct Measure(usize);
 
 impl Measure {

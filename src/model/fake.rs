@@ -1,8 +1,8 @@
-//! A device without arithmetic, which answers at once or after a set time: for measuring everything around the
-//! model, and nothing of it. Of a stage it meets the others in each step, and gives them nothing.
+//! A device without arithmetic, which responds at once or after a set time, to measure everything except the
+//! model. As a rank of a stage it synchronizes with the others in each step and contributes nothing.
 //!
-//! Invariant: a token depends on its row's seed and position alone. There are no logits, so neither a prompt
-//! nor the rest of the row's parameters, biases among them, change it. Hidden states are all ones.
+//! Invariant: a token depends only on its row's seed and position. There are no logits, so neither the prompt
+//! nor the other sampling parameters, including logit biases, change it. Hidden states are all ones.
 
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
@@ -14,11 +14,11 @@ use std::panic::resume_unwind;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a step takes.
+/// The duration of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTime {
     pub step: Duration,
-    /// Added for each row of the step, holes included.
+    /// Added for each row of the step, including holes.
     pub row: Duration,
 }
 
@@ -37,12 +37,12 @@ impl StepTime {
     }
 }
 
-/// What a [`FakeExecutor`] of this step time reports: it allocates nothing.
+/// Returns the report of a [`FakeExecutor`] with this step time: it allocates nothing.
 pub fn forecast(time: StepTime) -> ExecutorReport {
     ExecutorReport { device: format!("fake ({})", time.words()), ..ExecutorReport::default() }
 }
 
-/// Draws from a list of tokens, each as likely as the others.
+/// An executor that samples uniformly from a list of tokens.
 pub struct FakeExecutor {
     tokens: Vec<u32>,
     limits: StepLimits,
@@ -51,19 +51,19 @@ pub struct FakeExecutor {
 }
 
 impl FakeExecutor {
-    /// A device whose model knows `tokens` (at least one) and no others, for steps within `limits`. Without
-    /// an end-of-sequence token among them, every request runs to its length.
+    /// Creates a device whose model has only `tokens` (at least one), for steps within `limits`. Without an
+    /// end-of-sequence token among them, every request runs to its maximum length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
-        assert!(!tokens.is_empty(), "a token is drawn from something");
+        assert!(!tokens.is_empty(), "there must be at least one token");
         FakeExecutor { tokens, limits, time: StepTime::default(), stage: Box::new(Alone) }
     }
 
-    /// The same device with a place among others.
+    /// Returns the device as a rank of a stage, with that stage's collective.
     pub fn joining(self, stage: Box<dyn Collective>) -> FakeExecutor {
         FakeExecutor { stage, ..self }
     }
 
-    /// The same device with steps of this time.
+    /// Returns the device with steps of this duration.
     pub fn taking(self, time: StepTime) -> FakeExecutor {
         FakeExecutor { time, ..self }
     }
@@ -114,10 +114,10 @@ impl Executor for FakeExecutor {
     }
 }
 
-/// What a sleep may take beyond its time.
+/// Maximum time by which a sleep is expected to overrun.
 const OVERSLEEP: Duration = Duration::from_micros(100);
 
-/// Sleeps through most of the time and spins through the rest, which would be slept beyond.
+/// Waits until the deadline: sleeps for most of the time and spins for the rest, because a sleep may overrun.
 pub fn wait_until(deadline: Instant) {
     let left = deadline.saturating_duration_since(Instant::now());
     if left > OVERSLEEP {
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!((out.top_of(&out.rows[2]).len(), out.top.len()), (0, 2));
     }
 
-    /// The forward pass takes it all, which the step's times must say too.
+    /// The step's time is attributed to the forward pass in the reported times.
     #[test]
     fn a_step_takes_its_time_and_that_of_its_rows() {
         let time = StepTime { step: Duration::from_millis(2), row: Duration::from_micros(500) };
@@ -192,8 +192,8 @@ mod tests {
         let mut out = StepOutput::default();
         let began = Instant::now();
         device.run(&batch, Flow::default(), &mut out).expect("it never fails");
-        let least = Duration::from_millis(4);
-        assert!(began.elapsed() >= least && out.times.forward >= least, "{:?}", out.times.forward);
+        let minimum = Duration::from_millis(4);
+        assert!(began.elapsed() >= minimum && out.times.forward >= minimum, "{:?}", out.times.forward);
         assert_eq!(out.rows.len(), 1);
         assert_eq!(device.report().device, "fake (2ms a step and 500µs a row)");
     }

@@ -1,7 +1,8 @@
-//! The one definition of a layer, for every family, device, weight type and schedule.
+//! The one definition of a transformer layer, for every model family, device, weight type and schedule.
 //!
-//! A transformer layer (Vaswani et al. 2017) of known blocks: norms before, behind or around the sub-layers, attention with
-//! whatever positions, cross-attention, one feed-forward network or several of which each token chooses.
+//! A transformer layer (Vaswani et al. 2017) consists of known blocks: norms before, after or around the
+//! sub-layers, attention with any kind of positions, cross-attention, and a dense feed-forward network or a
+//! mixture of experts.
 //!
 //! ```text
 //! x += s * out(o(attention(rope(norm(q(pre x))), rope(norm(k(pre x))), v(pre x)))); x = post(x)
@@ -9,7 +10,7 @@
 //! x += s * out(mlp(pre x));                                                         x = post(x)
 //! ```
 //!
-//! Invariant: whatever steps through layers calls these functions and adds no arithmetic of its own.
+//! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
 use super::importance::{MatrixId, Observer};
@@ -22,7 +23,7 @@ use mainstem_kernels::{
 };
 use std::time::Instant;
 
-/// x = the embeddings of the step's tokens and positions.
+/// Computes x, the embeddings of the step's tokens and positions.
 pub fn embed<B: Backend>(
     b: &mut B,
     embedding: &Embedding<B::Buf>,
@@ -49,7 +50,7 @@ pub fn embed<B: Backend>(
     }
 }
 
-/// q, k, v = the projections of the layer's input, normed and turned.
+/// Computes q, k and v, the projections of the layer's input, with their norms and rotary positions.
 pub fn before_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
@@ -60,7 +61,7 @@ pub fn before_attention<B: Backend>(
 ) {
     let (shape, weights) = (&spec.attention, &block.attention);
     let input = match (&block.attention_norms.pre, spec.wiring) {
-        // The MLP reads the same.
+        // The MLP reads the same input.
         (Some(norm), Wiring::Parallel) => {
             b.norm(rows, norm, &act.x, &mut act.h);
             Factor::Given(&act.h)
@@ -69,8 +70,8 @@ pub fn before_attention<B: Backend>(
         (None, _) => Factor::Given(&act.x),
     };
     let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(To::Set);
-    let products = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
-    multiply(b, rows, input, &mut act.observer, products);
+    let terms = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
+    multiply(b, rows, input, &mut act.observer, terms);
     if let Some((q_norm, k_norm)) = &weights.qk_norms {
         let (q, k) = weights.spread.as_ref().map(|(q, k)| (q, k)).unzip();
         norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.spread);
@@ -83,21 +84,21 @@ pub fn before_attention<B: Backend>(
     }
 }
 
-/// a = attention of q over the cache, which holds k and v first.
+/// Stores k and v in the cache and computes a, the attention of q over the cache.
 pub fn attention<B: Backend>(
     b: &mut B,
     spec: &AttentionSpec,
-    distance: Option<&DistanceBias<B::Buf>>,
+    relative_bias: Option<&DistanceBias<B::Buf>>,
     table: KvTable,
     cache: &mut KvLayer<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
     b.store_kv(table, &act.k, &act.v, cache);
-    let bias = distance.filter(|_| spec.by_distance);
+    let bias = relative_bias.filter(|_| spec.by_distance);
     b.attention(&shape(spec, table, bias), &act.q, cache, &mut act.a);
 }
 
-/// What comes behind attention, to the end of the layer. What sub-layers give is reduced over the stage.
+/// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
 pub fn after_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
@@ -106,7 +107,7 @@ pub fn after_attention<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    // The MLP's input, where attention must not have changed it.
+    // With parallel wiring the MLP reads x before the attention output is added.
     if spec.wiring == Wiring::ParallelTwoNorms
         && let Some(norm) = &block.mlp_norms.pre
     {
@@ -122,18 +123,18 @@ pub fn after_attention<B: Backend>(
         (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => MlpInput::X,
         (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => MlpInput::H,
     };
-    let joins = Joins::of(b, spec, norms);
-    match (&block.mlp, joins) {
+    let epilogue = Joins::of(b, spec, norms);
+    match (&block.mlp, epilogue) {
         (Mlp::Dense(mlp), Joins::AtOnce) => dense(b, rows, mlp, input, Target::Stream, act),
         (Mlp::Dense(mlp), Joins::Apart) => dense(b, rows, mlp, input, Target::Y, act),
         (Mlp::Experts(moe), _) => experts(b, rows, moe, input, act),
     }
-    let joins = if let Mlp::Dense(_) = block.mlp { joins } else { Joins::Apart };
-    join(b, rows, norms, spec.residual_scale, joins, act);
+    let epilogue = if let Mlp::Dense(_) = block.mlp { epilogue } else { Joins::Apart };
+    join(b, rows, norms, spec.residual_scale, epilogue, act);
 }
 
-/// Tokens of the wanted rows, hidden states of those that want them. Members that are not asked for them have no `out`, and
-/// work all the same.
+/// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
+/// rows. Ranks that return no output have no `out`, but do the same work.
 pub fn end<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
@@ -144,7 +145,7 @@ pub fn end<B: Backend>(
 ) {
     let hidden = act.hidden;
     let wants_hidden = batch.hidden_rows(which).next().is_some();
-    // What a decoder attends to is normed whole, and so are hidden states.
+    // All rows are normalized if a decoder attends to them or hidden states are requested.
     let normed = which == SpanStack::Encoder || wants_hidden;
     if normed {
         if let Some(norm) = &stack.norm {
@@ -174,7 +175,7 @@ pub fn end<B: Backend>(
     }
 }
 
-/// logits = those of the wanted rows.
+/// Computes the logits of the selected rows.
 fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
     let hidden = act.hidden;
     if let Some((project, activation, norm)) = &head.transform {
@@ -202,7 +203,7 @@ fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activ
     }
 }
 
-/// Appends `rows` rows of logits to those of `out`.
+/// Appends `rows` rows of logits to `out`.
 fn give_logits<B: Backend>(
     b: &mut B,
     head: &Head<B::Buf>,
@@ -216,7 +217,8 @@ fn give_logits<B: Backend>(
     b.download(logits, 0, &mut out.logits[given..]);
 }
 
-/// Keys and values of what the encoder made, for every layer of the decoder, once for a whole answer.
+/// Stores the cross-attention keys and values of the encoder output in every decoder layer's cache, once per
+/// request.
 pub fn remember<B: Backend>(
     b: &mut B,
     decoder: &Stack<B::Buf>,
@@ -232,7 +234,7 @@ pub fn remember<B: Backend>(
     }
 }
 
-/// x += what attention gives.
+/// Adds the attention output, projected by o, to x.
 fn give_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
@@ -241,13 +243,13 @@ fn give_attention<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let joins = Joins::of(b, spec, norms);
-    let to = match joins {
+    let epilogue = Joins::of(b, spec, norms);
+    let to = match epilogue {
         Joins::AtOnce => To::Add { x: &mut act.x, room: &mut act.y },
         Joins::Apart => To::Set(&mut act.y),
     };
     multiply(b, rows, Factor::Given(&act.a), &mut act.observer, [(&weights.o, to)]);
-    join(b, rows, norms, spec.residual_scale, joins, act);
+    join(b, rows, norms, spec.residual_scale, epilogue, act);
 }
 
 fn cross_attention<B: Backend>(
@@ -267,11 +269,12 @@ fn cross_attention<B: Backend>(
     give_attention(b, spec, weights, norms, rows, act);
 }
 
-/// When a sub-layer's result joins the stream.
+/// How a sub-layer's output is added to the residual stream.
 #[derive(Clone, Copy)]
 enum Joins {
-    /// Where it is made: nothing comes between.
+    /// In the epilogue of the GEMM, because no operation comes between.
     AtOnce,
+    /// In an operation of its own, after a reduction, a norm or a scale.
     Apart,
 }
 
@@ -286,17 +289,18 @@ impl Joins {
     }
 }
 
-/// x += scale * y, the sub-layer's result, unless it has joined x, with the norms it goes through.
+/// Adds scale * y, the sub-layer's output, to x unless the GEMM has added it already, and applies the
+/// sub-layer's norms.
 fn join<B: Backend>(
     b: &mut B,
     rows: usize,
     norms: &SublayerNorms<B::Buf>,
     scale: f32,
-    joins: Joins,
+    epilogue: Joins,
     act: &mut Activations<B::Buf>,
 ) {
     let hidden = act.hidden;
-    if let Joins::Apart = joins {
+    if let Joins::Apart = epilogue {
         b.reduce(rows, hidden, &mut act.y);
         if let Some(norm) = &norms.out {
             b.norm_in_place(rows, norm, &mut act.y);
@@ -308,22 +312,22 @@ fn join<B: Backend>(
     }
 }
 
-/// What a feed-forward network reads.
+/// The input of a feed-forward network.
 enum MlpInput<'a, Buf> {
     X,
     H,
-    /// The norm of x.
+    /// x after this norm.
     Normed(&'a Norm<Buf>),
 }
 
-/// Where a feed-forward network puts what it gives.
+/// Where a feed-forward network stores its output.
 #[derive(Clone, Copy)]
 enum Target {
-    /// On top of the stream.
+    /// Added to the residual stream x.
     Stream,
-    /// The sub-layer's result.
+    /// Stored in y, the sub-layer's output.
     Y,
-    /// Beside what the chosen experts give.
+    /// Stored beside the output of the chosen experts.
     Shared,
 }
 
@@ -332,7 +336,7 @@ fn dense<B: Backend>(
     rows: usize,
     mlp: &Dense<B::Buf>,
     input: MlpInput<B::Buf>,
-    target: Target,
+    epilogue: Target,
     act: &mut Activations<B::Buf>,
 ) {
     let input = match input {
@@ -347,7 +351,7 @@ fn dense<B: Backend>(
     }
     let up = mlp.up.is_some().then_some(&act.up);
     let activated = Factor::Activated { act: mlp.activation, gate: &mut act.gate, up };
-    let to = match target {
+    let to = match epilogue {
         Target::Stream => To::Add { x: &mut act.x, room: &mut act.y },
         Target::Y => To::Set(&mut act.y),
         Target::Shared => To::Set(&mut act.shared),
@@ -362,7 +366,7 @@ fn experts<B: Backend>(
     input: MlpInput<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
-    // Read more than once.
+    // The normalized input is read more than once.
     if let MlpInput::Normed(norm) = input {
         b.norm(rows, norm, &act.x, &mut act.h);
     }
@@ -390,7 +394,8 @@ fn experts<B: Backend>(
     b.add(rows, hidden, 1.0, &mut act.y, &act.shared);
 }
 
-/// Normalises each head by itself where the norm is as wide as one, else all together, those of other members too.
+/// Normalizes each head separately if the norm is as wide as a head, otherwise all heads together, including
+/// those of other ranks.
 fn norm_heads<B: Backend>(
     b: &mut B,
     rows: usize,
@@ -421,32 +426,32 @@ fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Bu
     b.matmul(rows, &linear.weight, linear.bias.as_ref(), x, y);
 }
 
-/// A weight, and what becomes of its product.
+/// A weight, and the epilogue of its GEMM.
 type Term<'a, Buf> = (&'a Linear<Buf>, To<'a, Buf>);
 
-/// Products of the same rows with several weights. Where somebody wants to know what they are multiplied by, it is made first.
+/// Runs several GEMMs with the same input. If inputs are observed, the input is computed first and recorded.
 fn multiply<B: Backend, const N: usize>(
     b: &mut B,
     rows: usize,
-    factor: Factor<B::Buf>,
+    input: Factor<B::Buf>,
     observer: &mut Option<Observer>,
-    products: [Term<B::Buf>; N],
+    terms: [Term<B::Buf>; N],
 ) {
-    let factor = match observer {
-        None => factor,
+    let input = match observer {
+        None => input,
         Some(_) => {
-            let x = factor.made(b, rows, products[0].0.weight.inp);
-            let ids = products.each_ref().map(|(linear, _)| &linear.id);
-            observe(b, observer, (rows, products[0].0.weight.inp), &ids, x);
+            let x = input.made(b, rows, terms[0].0.weight.inp);
+            let ids = terms.each_ref().map(|(linear, _)| &linear.id);
+            observe(b, observer, (rows, terms[0].0.weight.inp), &ids, x);
             Factor::Given(x)
         }
     };
-    let mut products =
-        products.map(|(Linear { weight, bias, .. }, to)| Product { w: weight, bias: bias.as_ref(), to });
-    b.products(rows, factor, &mut products);
+    let mut gemms =
+        terms.map(|(Linear { weight, bias, .. }, to)| Product { w: weight, bias: bias.as_ref(), to });
+    b.products(rows, input, &mut gemms);
 }
 
-/// Shows what these matrices are multiplied by, x (rows, width), to whoever wants to know.
+/// Records x (rows, width) as the input of the matrices `ids`, if inputs are observed.
 fn observe<B: Backend>(
     b: &mut B,
     observer: &mut Option<Observer>,

@@ -1,9 +1,11 @@
-//! How much each column of a matrix counts: the mean of the squares of what it is multiplied by, over the tokens of a text.
+//! Importance matrix: the mean squared input of each matrix column, collected over the tokens of a text.
 //!
-//! Devices that run the model show an [`Observer`] what their products read; what all of them have seen is in
-//! [`Observations`], and comes to an [`Importance`]. What is fused in one stored matrix reads the same.
-//! Invariant: every number of it is finite, and 1 in the mean of a matrix. A matrix whose inputs nobody has seen, or which
-//! were all 0, has none.
+//! Devices that run the model pass the inputs of their GEMMs to an [`Observer`], which adds them to the
+//! shared [`Observations`]; an [`ImportanceMatrix`] is computed from these. Projections that are fused in one
+//! stored matrix have the same inputs.
+//!
+//! Invariant: every number is finite, and the mean over a matrix is 1. A matrix whose inputs were never
+//! observed, or were all 0, has no entry.
 
 use super::coding::Codes;
 use super::spec::{Part, Piece};
@@ -13,7 +15,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A stored matrix: a tensor, or one of those that are stacked in it.
+/// Identifies a stored matrix: a whole tensor, or one of the matrices stacked in it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct MatrixId {
     tensor: Arc<str>,
@@ -21,25 +23,26 @@ pub struct MatrixId {
 }
 
 impl MatrixId {
-    /// The one that a piece is a part of.
+    /// Returns the stored matrix that contains the slice.
     pub fn of(piece: &Piece) -> MatrixId {
         let plane = if let Part::Plane(plane) = piece.part { plane } else { 0 };
         MatrixId { tensor: piece.name.as_str().into(), plane }
     }
 }
 
-/// How the codes of a model's matrices are chosen, where they get another number format.
+/// Selects how matrices are rounded when they are converted to another number format.
 #[derive(Clone, Debug, Default)]
 pub enum Choice {
-    /// By the formats' own equations.
+    /// Round to nearest, by the format's own equations.
     #[default]
     Equations,
-    /// By least squares. Columns count by what was observed, or all alike.
+    /// Minimize the squared error. Columns are weighted by the importance matrix if there is one, otherwise
+    /// equally.
     LeastSquares(Option<Arc<Importance>>),
 }
 
 impl Choice {
-    /// Those of a piece.
+    /// Returns the rounding for one slice, with the column weights of that slice if they are known.
     pub fn of(&self, piece: &Piece) -> Codes<'_> {
         match self {
             Choice::Equations => Codes::Equations,
@@ -50,26 +53,26 @@ impl Choice {
     }
 }
 
-/// By matrix, how much each of its columns counts.
+/// Weights of the columns of each matrix, normalized to a mean of 1.
 #[derive(Debug, Default)]
 pub struct Importance(HashMap<MatrixId, Vec<f32>>);
 
 impl Importance {
-    /// Of the columns that a piece has.
+    /// Returns the weights of the columns that the slice covers; `None` if the matrix was not observed.
     pub fn of(&self, piece: &Piece) -> Option<&[f32]> {
         let columns = self.0.get(&MatrixId::of(piece))?;
         Some(&columns[piece.cut.columns.clone().unwrap_or(0..columns.len())])
     }
 }
 
-/// Rows that are supposed beside those that were seen, all of whose columns are alike.
+/// Weight of the uniform prior: as many rows with equal columns are added to the observed rows.
 const SUPPOSED_ROWS: f64 = 8.0;
 
-/// What has been seen so far, by however many devices.
+/// Sums of squared inputs of each matrix, collected by any number of devices.
 #[derive(Debug, Default)]
 pub struct Observations(Mutex<HashMap<MatrixId, Squares>>);
 
-/// Sums over rows.
+/// Sums of squares of each column over the observed rows.
 #[derive(Debug, Default)]
 struct Squares {
     sums: Vec<f64>,
@@ -77,22 +80,23 @@ struct Squares {
 }
 
 impl Observations {
-    /// The mean of the squares of what each column of a piece's matrix was multiplied by; `None` if it was not seen.
+    /// Returns the mean squared input of each column of the slice's matrix; `None` if it was not observed.
     pub fn means(&self, piece: &Piece) -> Option<Vec<f64>> {
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Squares { sums, rows } = seen.get(&MatrixId::of(piece))?;
         (*rows > 0).then(|| sums.iter().map(|sum| sum / *rows as f64).collect())
     }
 
-    /// What they come to. An input that is no number is an error.
+    /// Computes the importance matrix. Fails if an input was not finite.
     pub fn importance(&self) -> Result<Importance> {
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = HashMap::new();
         for (id, Squares { sums, rows }) in seen.iter() {
             let mean = sums.iter().sum::<f64>() / sums.len() as f64;
-            ensure!(mean.is_finite(), "what the model multiplies '{}' by is no number", id.tensor);
+            ensure!(mean.is_finite(), "the input of tensor '{}' is not finite", id.tensor);
             if mean > 0.0 {
-                // As if so many rows more were all alike: few rows say little, and a column of zeros may have others elsewhere.
+                // A uniform prior: few rows say little, and a column of zeros may have other values
+                // elsewhere.
                 let (known, supposed) = (*rows as f64, SUPPOSED_ROWS * mean / *rows as f64);
                 let share = |sum: &f64| (sum + supposed) / (mean * (1.0 + SUPPOSED_ROWS / known));
                 all.insert(id.clone(), sums.iter().map(|sum| share(sum) as f32).collect());
@@ -116,10 +120,10 @@ impl Observations {
     }
 }
 
-/// A device's way to show what its products read.
+/// Records the GEMM inputs of one device in the shared [`Observations`].
 pub struct Observer {
     seen: Arc<Observations>,
-    /// Rows brought from the device: inputs, and router logits.
+    /// Rows downloaded from the device: inputs, and router logits.
     inputs: Vec<u8>,
     logits: Vec<u8>,
 }
@@ -129,7 +133,7 @@ impl Observer {
         Observer { seen, inputs: Vec::new(), logits: Vec::new() }
     }
 
-    /// These matrices are multiplied by x (rows, width).
+    /// Records x (rows, width) as the input of the matrices `ids`.
     pub fn see<B: Backend>(
         &mut self,
         b: &mut B,
@@ -143,7 +147,7 @@ impl Observer {
         }
     }
 
-    /// Those of the experts that a device has are multiplied by the rows of x (rows, width) that are routed to them.
+    /// Records the rows of x (rows, width) as inputs of the local experts that they are routed to.
     pub fn see_experts<B: Backend>(
         &mut self,
         b: &mut B,
@@ -166,7 +170,8 @@ impl Observer {
     }
 }
 
-/// Parts of one stored matrix have read the same, and stand beside each other.
+/// Returns the ids without consecutive duplicates: parts of one fused matrix have the same input and are
+/// adjacent.
 fn distinct<'a>(ids: impl IntoIterator<Item = &'a MatrixId>) -> Vec<&'a MatrixId> {
     let mut ids: Vec<_> = ids.into_iter().collect();
     ids.dedup();
@@ -182,7 +187,8 @@ fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))
 }
 
-/// The experts with the largest logits, which have the largest scores; of equals the first.
+/// Returns the `top_k` experts with the largest logits, which also have the largest scores; ties go to the
+/// lower index.
 fn routed(logits: &[u8], top_k: usize) -> Vec<usize> {
     let logits: Vec<f32> = floats(logits).collect();
     let mut experts: Vec<usize> = (0..logits.len()).collect();
@@ -206,7 +212,7 @@ mod tests {
 
     fn buf(b: &mut Reference, values: &[f32]) -> HostBuf {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let mut buf = b.alloc(bytes.len()).expect("there is room");
+        let mut buf = b.alloc(bytes.len()).expect("the reference backend allocates");
         b.upload(&mut buf, 0, &bytes);
         buf
     }
@@ -215,7 +221,8 @@ mod tests {
         seen.means(&piece(name, Part::Plane(plane), None))
     }
 
-    /// By hand: two steps of two rows and of one; the third row of the buffer is not the step's.
+    /// Computed by hand: a step of two rows and a step of one. The third row of the buffer is not part of the
+    /// first step.
     #[test]
     fn squares_are_averaged_over_the_rows_of_all_steps() {
         let (mut b, seen) = (Reference::new(), Arc::<Observations>::default());
@@ -223,7 +230,7 @@ mod tests {
         let whole = piece("qkv", Part::Whole, None);
         let (q, o) = (MatrixId::of(&whole), MatrixId::of(&piece("o", Part::Whole, None)));
         let x = buf(&mut b, &[1.0, -2.0, 0.0, 3.0, 4.0, 0.0, 9.0, 9.0, 9.0]);
-        // Of a fused matrix three parts read the same.
+        // The three parts of a fused matrix have the same input.
         observer.see(&mut b, (2, 3), &[&q, &q, &q], &x);
         assert_eq!(seen.means(&whole), Some(vec![5.0, 10.0, 0.0]));
         let x = buf(&mut b, &[0.0, 1.0, 0.0]);
@@ -232,7 +239,7 @@ mod tests {
         assert_eq!(seen.means(&piece("o", Part::Whole, None)), Some(vec![0.0, 1.0, 0.0]));
         let importance = seen.importance().unwrap();
         let mean = (10.0 / 3.0 + 7.0) / 3.0;
-        // Three rows, and eight that are supposed.
+        // Three observed rows, and eight rows of the prior.
         let expected = [10.0 / 3.0, 7.0, 0.0].map(|x: f64| ((3.0 * x + 8.0 * mean) / (11.0 * mean)) as f32);
         let found = importance.of(&whole).unwrap();
         assert!(found.iter().zip(expected).all(|(found, x)| (found - x).abs() < 1e-6), "{found:?}");
@@ -240,7 +247,7 @@ mod tests {
         assert!(importance.of(&piece("k", Part::Whole, None)).is_none());
     }
 
-    /// Each row goes to the two experts of the largest logits; of those that are here the numbers begin at 1.
+    /// Each row goes to the two experts with the largest logits; the local experts start at number 1.
     #[test]
     fn experts_see_the_rows_that_are_routed_to_them() {
         let (mut b, seen) = (Reference::new(), Arc::<Observations>::default());
@@ -258,7 +265,7 @@ mod tests {
         let id = |name: &str, plane| MatrixId::of(&piece(name, Part::Plane(plane), None));
         let ids =
             vec![vec![id("gate", 1), id("up", 1)], vec![id("both", 2), id("both", 2)], vec![id("gate", 3)]];
-        // Experts 0 and 2, then 2 and 3, then 0 and 1 of four alike.
+        // Experts 0 and 2, then 2 and 3, then 0 and 1 because all four logits are equal.
         let router = buf(&mut b, &[9.0, 1.0, 5.0, 2.0, -3.0, -4.0, -1.0, -2.0, 7.0, 7.0, 7.0, 7.0]);
         let x = buf(&mut b, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         observer.see_experts(&mut b, (3, 2), (&shape, &ids), &router, &x);
@@ -267,7 +274,7 @@ mod tests {
         assert_eq!(means(&seen, "both", 2), Some(vec![5.0, 10.0]));
         assert_eq!(means(&seen, "gate", 3), Some(vec![9.0, 16.0]));
         assert_eq!(means(&seen, "gate", 0), None);
-        // A row for the first one alone, and the last one is here too.
+        // The only local expert is the last one, and the row is routed to others.
         let (router, x) = (buf(&mut b, &[9.0, 0.0, 8.0, 0.0]), buf(&mut b, &[1.0, 1.0]));
         observer.see_experts(
             &mut b,

@@ -1,8 +1,8 @@
-//! From a checkpoint's tensors to a model in a device's memory.
+//! Loads a model from a checkpoint into a device's memory.
 //!
-//! Invariant: a matrix keeps the number format it is stored in but where the source's rules say otherwise, a vector becomes F32, a matrix that embeddings and heads
-//! share is loaded once, and what was loaded is recorded piece by piece. Of a device's weights never more than one piece has
-//! a copy beside the device's; devices of a group load at the same time.
+//! Invariant: a matrix keeps its stored number format unless the source's rules change it, vectors become
+//! F32, a matrix shared by embedding and head is loaded once, and every loaded slice is recorded. At most one
+//! slice has a copy outside of the device's memory. The devices of a group load concurrently.
 
 use super::distance;
 use super::importance::MatrixId;
@@ -23,47 +23,47 @@ use mainstem_kernels::{
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// A model, or a member's part of one, in a device's memory. An encoder-decoder model has two stacks.
+/// A model, or one rank's part of it, in a device's memory. An encoder-decoder model has two stacks.
 pub struct Model<Buf> {
-    /// Of the part.
+    /// Specification of this rank's part.
     pub spec: ModelSpec,
     pub seams: Seams,
     pub encoder: Option<Stack<Buf>>,
     pub decoder: Option<Stack<Buf>>,
-    /// What was loaded, in loading order.
+    /// The loaded tensors, in loading order.
     pub tensors: Vec<TensorRecord>,
 }
 
-/// One stack of layers with what stands before and after it.
+/// A stack of layers with its embedding, final norm and head.
 pub struct Stack<Buf> {
-    /// Where the first layer is.
+    /// The embedding; `None` if the first layer is on another stage.
     pub embedding: Option<Embedding<Buf>>,
-    /// Every kind of rotary positions that some layer has.
+    /// Tables of the distinct rotary position embeddings of the layers.
     pub ropes: Vec<Rope<Buf>>,
-    /// What layers add to scores by distance.
+    /// Relative position bias of the layers.
     pub distance: Option<DistanceBias<Buf>>,
     pub source: WeightSource<Buf>,
     pub norm: Option<Norm<Buf>>,
     pub head: Option<Head<Buf>>,
 }
 
-/// From tokens to the residual stream.
+/// The token embedding, which maps tokens to the residual stream.
 pub struct Embedding<Buf> {
-    /// (tokens, width)
+    /// Table, (tokens, width).
     pub table: Arc<Weight<Buf>>,
-    /// The token of the table's first row.
+    /// Token of the table's first row.
     pub first: usize,
     pub scale: f32,
-    /// To the width of the residual stream.
+    /// Projection to the width of the residual stream.
     pub project_in: Option<Linear<Buf>>,
-    /// Rows that are added by position, (positions, hidden), and the row of position 0.
+    /// Table that is added by position, (positions, hidden), and the row of position 0.
     pub added: Option<(Weight<Buf>, usize)>,
     pub norm: Option<Norm<Buf>>,
 }
 
-/// Hands out the weights of each layer.
+/// Provides the weights of each layer.
 pub enum WeightSource<Buf> {
-    /// All layers lie in the device's memory.
+    /// All layers are in the device's memory.
     Resident(Vec<Block<Buf>>),
 }
 
@@ -71,13 +71,13 @@ pub enum WeightSource<Buf> {
 pub struct Block<Buf> {
     pub attention_norms: SublayerNorms<Buf>,
     pub attention: Attention<Buf>,
-    /// To what the encoder made.
+    /// Cross-attention to the encoder output, with its norms.
     pub cross: Option<(SublayerNorms<Buf>, Attention<Buf>)>,
     pub mlp_norms: SublayerNorms<Buf>,
     pub mlp: Mlp<Buf>,
 }
 
-/// The norms around a sub-layer: of what it reads, of what it gives, of the sum.
+/// The norms around a sub-layer: of its input, of its output, and of the sum.
 pub struct SublayerNorms<Buf> {
     pub pre: Option<Norm<Buf>>,
     pub out: Option<Norm<Buf>>,
@@ -90,9 +90,9 @@ pub struct Attention<Buf> {
     pub k: Linear<Buf>,
     pub v: Linear<Buf>,
     pub o: Linear<Buf>,
-    /// Of queries and of keys.
+    /// Norms of queries and of keys.
     pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
-    /// What of those is on other members.
+    /// The split of queries and keys over ranks, if a norm spans all heads.
     pub spread: Option<(Spread, Spread)>,
 }
 
@@ -102,7 +102,7 @@ pub enum Mlp<Buf> {
     Experts(Box<Moe<Buf>>),
 }
 
-/// down(act(gate(x)) * up(x)); without `up`, down(act(gate(x))).
+/// A dense feed-forward network: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
 pub struct Dense<Buf> {
     pub width: usize,
     pub activation: Activation,
@@ -116,51 +116,51 @@ pub struct Moe<Buf> {
     pub shape: MoeShape,
     pub router: Linear<Buf>,
     pub experts: Vec<Expert<Buf>>,
-    /// Every token goes through this one too.
+    /// The shared expert, which processes every token.
     pub shared: Option<Dense<Buf>>,
-    /// The sigmoid of this, (1, hidden), multiplies what that one gives.
+    /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<Linear<Buf>>,
-    /// Of each expert that is here, those that read the layer's input.
+    /// For each local expert, the matrices that read the layer's input.
     pub ids: Vec<Vec<MatrixId>>,
 }
 
-/// y = x · Wᵀ (+ b)
+/// A linear layer: y = x · Wᵀ (+ b).
 pub struct Linear<Buf> {
     pub id: MatrixId,
     pub weight: Weight<Buf>,
-    /// F32, (out).
+    /// Bias, F32, (n).
     pub bias: Option<Buf>,
 }
 
-/// What turns the residual stream into logits.
+/// The head, which maps the residual stream to logits.
 pub struct Head<Buf> {
     pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
-    /// To the width of the embedding.
+    /// Projection to the width of the embedding.
     pub project_out: Option<Linear<Buf>>,
     pub id: MatrixId,
-    /// (tokens, width); the embedding's, if it is tied.
+    /// Matrix (tokens, width); the embedding table if the head is tied.
     pub table: Arc<Weight<Buf>>,
-    /// What of it is on other members.
+    /// The split of the vocabulary over ranks, if it is split.
     pub spread: Option<Spread>,
-    /// F32, (tokens).
+    /// Bias of the logits, F32, (tokens).
     pub bias: Option<Buf>,
     pub scale: f32,
     pub softcap: Option<f32>,
 }
 
-/// What is known of a loaded tensor, or part of one.
+/// Describes a loaded tensor, or a part of one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorRecord {
     pub name: String,
     pub ty: QuantType,
-    /// (out, in), or the length of a vector, as loaded.
+    /// Loaded shape: (n, k), or the length of a vector.
     pub shape: Vec<usize>,
-    /// In that number format.
+    /// Size in that number format.
     pub bytes: usize,
 }
 
 impl TensorRecord {
-    /// Bytes in the device's memory: vectors are widened.
+    /// Returns the size in the device's memory in bytes: vectors are converted to F32.
     pub fn loaded_bytes(&self) -> usize {
         match self.shape.as_slice() {
             [width] => width * size_of::<f32>(),
@@ -170,7 +170,7 @@ impl TensorRecord {
 }
 
 impl TensorRecord {
-    /// The same in single precision.
+    /// Returns the record of the same tensor in F32.
     fn widened(self) -> TensorRecord {
         let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
         TensorRecord { ty: QuantType::F32, bytes, ..self }
@@ -178,7 +178,7 @@ impl TensorRecord {
 }
 
 impl<Buf> WeightSource<Buf> {
-    /// The weights of the layer with that index within the stage.
+    /// Returns the weights of the layer with that index within the stage.
     pub fn layer(&self, index: usize) -> &Block<Buf> {
         match self {
             WeightSource::Resident(blocks) => &blocks[index],
@@ -186,8 +186,8 @@ impl<Buf> WeightSource<Buf> {
     }
 }
 
-/// Loads the shard's part of `source`, which `spec` describes, into `backend`'s memory. Tables by position reach as far as
-/// steps within `limits` go.
+/// Loads the shard's part of `source`, described by `spec`, into the memory of `backend`. Position tables are
+/// made for the positions within `limits`.
 pub fn load<B: Backend>(
     backend: &mut B,
     source: &ModelSource,
@@ -210,14 +210,14 @@ pub fn load<B: Backend>(
     Ok(Model { seams: Seams::of(&source.spec, shard), spec, encoder, decoder, tensors })
 }
 
-/// What [`load`] would record of the part of a model that `spec` describes, in another order; none of the tensors' bytes
-/// is touched.
+/// Returns what [`load`] would record for the part of the model described by `spec`, in another order,
+/// without reading tensor data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
     let normalised = spec.last_stack().head.as_ref().filter(|head| head.normalised).map(|head| &head.table);
     let is_normalised = |piece: &Piece| normalised.is_some_and(|table| std::ptr::eq(table, piece));
     let mut shared = HashSet::new();
     let mut all = tensors::pieces(spec);
-    // Tables are shared, and a row of token types becomes a part of each position's.
+    // Tables are shared, and token types are merged into the position table.
     all.retain(|piece| match piece.role {
         _ if is_normalised(piece) => true,
         "embedding" | "head" => shared.insert(&piece.name),
@@ -232,19 +232,20 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
     all.into_iter().map(record).collect()
 }
 
-/// Whether a piece is the stack's learned positions, to which a row of token types is added.
+/// Returns whether a slice is the stack's table of learned positions, into which token types are merged.
 fn has_types_beside(stack: &StackSpec, piece: &Piece) -> bool {
     let is_table =
         matches!(&stack.added, Some(AddedSpec::Learned { table, .. }) if std::ptr::eq(table, piece));
     is_table && has_types(stack)
 }
 
-/// Whether a row is added to all embeddings.
+/// Returns whether the stack has a token type embedding.
 fn has_types(stack: &StackSpec) -> bool {
     stack.embedding.as_ref().is_some_and(|embedding| embedding.token_types.is_some())
 }
 
-/// Bytes of the tables that are made from the specification, of a model whose steps stay within `limits`.
+/// Returns the size of the tables computed from the specification, in bytes, for a model whose steps stay
+/// within `limits`.
 pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     let of_stack = |stack: &StackSpec, positions: usize| {
         let rope =
@@ -266,17 +267,17 @@ struct Loader<'a, B: Backend> {
     backend: &'a mut B,
     source: &'a ModelSource,
     checkpoint: &'a Checkpoint,
-    /// Embeddings and heads by name: encoder, decoder and head may share one.
+    /// Embeddings and heads by name, which encoder, decoder and head may share.
     tables: HashMap<String, Arc<Weight<B::Buf>>>,
     tensors: Vec<TensorRecord>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
-    /// Layers are called by their numbers in the whole model.
+    /// Loads a stack. Errors number layers as in the whole model, starting with `first_layer`.
     fn stack(&mut self, spec: &StackSpec, first_layer: usize, positions: usize) -> Result<Stack<B::Buf>> {
         let embedding =
             spec.embedding.as_ref().map(|own| self.embedding(own, &spec.added, positions)).transpose()?;
-        let distance = spec.distance.as_ref().map(|spec| self.distance(spec, positions)).transpose()?;
+        let relative_bias = spec.distance.as_ref().map(|spec| self.distance(spec, positions)).transpose()?;
         let ropes = spec.ropes.iter().map(|spec| self.rope(spec, positions)).collect::<Result<_>>()?;
         let blocks = (first_layer..)
             .zip(&spec.layers)
@@ -284,7 +285,14 @@ impl<'a, B: Backend> Loader<'a, B> {
             .collect::<Result<Vec<_>>>()?;
         let norm = self.opt_norm(&spec.norm)?;
         let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
-        Ok(Stack { embedding, ropes, distance, source: WeightSource::Resident(blocks), norm, head })
+        Ok(Stack {
+            embedding,
+            ropes,
+            distance: relative_bias,
+            source: WeightSource::Resident(blocks),
+            norm,
+            head,
+        })
     }
 
     fn embedding(
@@ -297,7 +305,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         let hidden = project_in.as_ref().map_or(table.shape[1], |linear| linear.out);
         let types = token_types.as_ref().map(|piece| self.first_row(piece)).transpose()?;
         let added = match added {
-            // What is the same for all tokens is added to each position's row.
+            // The token type embedding is the same for all tokens, so it is added to each position's row.
             Some(AddedSpec::Learned { table, offset }) => {
                 Some((self.positions(table, types.as_deref())?, *offset))
             }
@@ -412,9 +420,9 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Linear { id: MatrixId::of(&spec.weight), weight, bias })
     }
 
-    /// A matrix that may be shared.
+    /// Loads a matrix that may be shared.
     fn table(&mut self, piece: &Piece, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
-        // Rows of length 1 are another matrix.
+        // The matrix with normalized rows is a different one.
         let key = if normalised { format!("{} (normalised)", piece.name) } else { piece.name.clone() };
         if let Some(known) = self.tables.get(&key) {
             return Ok(known.clone());
@@ -424,7 +432,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(table)
     }
 
-    /// A matrix, in the type that it is to be loaded in. Normalised ones are F32.
+    /// Loads a matrix in its load format. Normalized ones are F32.
     fn matrix(&mut self, piece: &Piece, normalised: bool) -> Result<Weight<B::Buf>> {
         let taken = pieces::take(self.checkpoint, piece)?;
         let taken = match normalised {
@@ -434,23 +442,23 @@ impl<'a, B: Backend> Loader<'a, B> {
                 .with_context(|| format!("tensor '{}'", piece.name))?,
         };
         self.record(taken.record(&piece.name))?;
-        let (out, inp) = (taken.out(), taken.inp());
-        let uploaded = self.backend.upload_weight(taken.ty, out, inp, &taken.bytes);
+        let (n, k) = (taken.out(), taken.inp());
+        let uploaded = self.backend.upload_weight(taken.ty, n, k, &taken.bytes);
         let uploaded =
             uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, taken.bytes.len()))?;
-        // Read from the disk, it was a copy as long as it was needed.
+        // A copy read from disk is not needed any more.
         self.checkpoint.let_go(&piece.name);
         Ok(uploaded)
     }
 
-    /// A vector, widened to F32, `offset` added.
+    /// Loads a vector in F32, with `offset` added.
     fn vector(&mut self, piece: &Piece, offset: f32) -> Result<B::Buf> {
         let mut values = self.take(piece)?.widened();
         values.iter_mut().for_each(|value| *value += offset);
         self.upload(&values).with_context(|| format!("tensor '{}'", piece.name))
     }
 
-    /// Learned positions, with a row added to each if there is one.
+    /// Loads a table of learned positions, adding `row` to each of its rows if there is one.
     fn positions(&mut self, piece: &Piece, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
         match row {
             None => self.matrix(piece, false),
@@ -462,7 +470,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         }
     }
 
-    /// The first row of a matrix.
+    /// Reads the first row of a matrix.
     fn first_row(&mut self, piece: &Piece) -> Result<Vec<f32>> {
         let taken = pieces::take(self.checkpoint, piece)?;
         let mut rows = taken.widened();
@@ -470,21 +478,21 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(rows)
     }
 
-    /// A matrix of numbers that were made here, with a row added to each of its own if there is one.
+    /// Uploads a computed matrix, adding `row` to each of its rows if there is one.
     fn made(&mut self, mut rows: Vec<f32>, width: usize, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
         for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
             *value += added;
         }
-        let out = rows.len() / width;
+        let n = rows.len() / width;
         let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Ok(self.backend.upload_weight(QuantType::F32, out, width, &bytes)?)
+        Ok(self.backend.upload_weight(QuantType::F32, n, width, &bytes)?)
     }
 
     fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<B::Buf>> {
         let mut tables = Vec::new();
         for bound in rope::bounds(&spec.config) {
             let table = rope::table(&spec.config, spec.dims, positions, bound);
-            tables.push((bound, self.upload_bytes(&table).context("the table of rotary positions")?));
+            tables.push((bound, self.upload_bytes(&table).context("allocating the rotary position table")?));
         }
         Ok(Rope {
             tables,
@@ -505,7 +513,8 @@ impl<'a, B: Backend> Loader<'a, B> {
                 distance::relative(&learned, heads, *buckets, *max_distance, *both_ways, reach)
             }
         };
-        let (table, heads) = (self.upload(&table).context("biases by distance")?, own.len());
+        let (table, heads) =
+            (self.upload(&table).context("allocating the relative position bias")?, own.len());
         Ok(DistanceBias { table, heads, reach })
     }
 
@@ -520,7 +529,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(buf)
     }
 
-    /// The numbers of a piece; records that it was used.
+    /// Reads the data of a slice and records it.
     fn take(&mut self, piece: &Piece) -> Result<Taken<'a>> {
         let taken = pieces::take(self.checkpoint, piece)?;
         self.record(taken.record(&piece.name))?;

@@ -1,7 +1,7 @@
-//! A model: what it is made of, where its tensors come from, and the one definition of a layer.
+//! Models: their specifications, the origin of their tensors, and the one definition of a transformer layer.
 //!
-//! Invariant: knows kernels (by their trait) and file formats, and no request. No model's name decides
-//! anything here: a model is the blocks its specification names.
+//! Invariant: this module knows the kernels (through their trait) and file formats, and nothing of requests.
+//! No model's name decides anything here: a model is the blocks that its specification names.
 
 pub mod provenance;
 

@@ -1,54 +1,56 @@
-//! Which devices hold which part of a model: stages by layers, members of a stage by rank.
+//! Partitions of a model: which device holds which layers, by stage and rank.
 //!
-//! Layer-wise is n stages of one, tensor-wise one stage of n, hybrid n of m (Shi et al. 2024, section 4).
-//! Invariant: every layer is in one stage, in order; encoder's before the decoder's.
+//! A layer-wise partition has n stages of one rank, a tensor-wise partition one stage of n ranks, a hybrid
+//! partition n stages of m ranks (Shi et al. 2024, section 4).
+//!
+//! Invariant: every layer is in one stage, in order; the encoder's layers come before the decoder's.
 
 use super::shard::{ExpertSplit, Shard};
 use super::spec::ModelSpec;
 use std::ops::Range;
 
-/// The assignment of a whole model.
+/// The assignment of a whole model to devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     pub stages: Vec<Stage>,
     pub experts: ExpertSplit,
 }
 
-/// The devices that hold the same layers.
+/// A pipeline stage: the devices that share the same layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stage {
-    /// The encoder's layers that it holds.
+    /// Encoder layers of the stage.
     pub encoder: Range<usize>,
-    /// The decoder's.
+    /// Decoder layers of the stage.
     pub decoder: Range<usize>,
-    /// By rank.
+    /// The devices, by rank.
     pub members: Vec<Member>,
 }
 
-/// A device of a stage.
+/// A rank of a stage: its device and its share of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// What it is called in the configuration, such as "cpu:0".
+    /// Name of the device in the configuration, such as "cpu:0".
     pub device: String,
-    /// How much of each layer it takes, in proportion to the other members.
+    /// Share of each layer, in proportion to the other ranks.
     pub share: u32,
 }
 
 impl Partition {
-    /// The whole model on one device.
+    /// Returns the partition with the whole model on one device.
     pub fn single(spec: &ModelSpec, device: &str) -> Partition {
         let Shard { encoder, decoder, experts, .. } = Shard::whole(spec);
         let members = vec![Member { device: device.to_owned(), share: 1 }];
         Partition { stages: vec![Stage { encoder, decoder, members }], experts }
     }
 
-    /// What the devices are called, stage by stage, by rank.
+    /// Returns the names of the devices, by stage and rank.
     pub fn names(&self) -> Vec<Vec<String>> {
         let of_stage = |stage: &Stage| stage.members.iter().map(|member| member.device.clone()).collect();
         self.stages.iter().map(of_stage).collect()
     }
 
-    /// What the device with that place in that stage holds.
+    /// Returns the shard of one rank of a stage.
     pub fn shard(&self, stage: usize, rank: usize) -> Shard {
         let Stage { encoder, decoder, members } = &self.stages[stage];
         Shard {
@@ -60,7 +62,7 @@ impl Partition {
         }
     }
 
-    /// All shards, stage by stage, by rank.
+    /// Returns all shards, by stage and rank.
     pub fn shards(&self) -> Vec<Vec<Shard>> {
         let of_stage =
             |stage: usize| (0..self.stages[stage].members.len()).map(move |rank| self.shard(stage, rank));

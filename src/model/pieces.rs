@@ -1,9 +1,9 @@
-//! Parts of stored tensors: rows picked from fused ones, planes of stacked ones, matrices stored the other way round, and of
-//! each what one member of a stage wants.
+//! Slices of stored tensors: rows of fused tensors, planes of stacked ones, matrices stored transposed, and
+//! of each the range that one rank of a stage needs.
 //!
-//! Invariant: numbers that lie together are not copied, and what is not wanted of them is not read; of others, one piece is
-//! in memory at a time, and of that only what is wanted. But a tensor whose numbers the file has in another order or type is
-//! made whole before anything is taken of it.
+//! Invariant: contiguous bytes are not copied, and bytes outside the slice are not read. Otherwise one slice
+//! is in memory at a time, and only the requested range of it. The exception is a tensor that the file stores
+//! in another order or type: it is converted as a whole before a slice is extracted.
 
 use super::coding::{self, Codes, Rows};
 use super::load::TensorRecord;
@@ -14,15 +14,15 @@ use mainstem_kernels::QuantType;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// The numbers of a piece.
+/// The data of a tensor slice.
 pub struct Taken<'a> {
     pub ty: QuantType,
-    /// (out, in), or the length of a vector.
+    /// (n, k) of a matrix (outputs, inputs), or the length of a vector.
     pub shape: Vec<usize>,
     pub bytes: Cow<'a, [u8]>,
 }
 
-/// The piece's numbers. That its tensor has the shape it should have was seen when the model was opened.
+/// Reads the data of a slice. The shape of its tensor was checked when the model was opened.
 pub fn take<'a>(checkpoint: &'a Checkpoint, piece: &Piece) -> Result<Taken<'a>> {
     let name = &piece.name;
     let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
@@ -43,33 +43,33 @@ pub fn take<'a>(checkpoint: &'a Checkpoint, piece: &Piece) -> Result<Taken<'a>> 
     Ok(Taken { ty, shape: wanted.shape(), bytes })
 }
 
-/// Refuses a part that cannot be taken of a tensor: blocks of numbers are neither cut nor turned.
+/// Checks that a slice can be extracted from a tensor: quantization blocks are neither split nor transposed.
 pub fn check(tensor: &TensorView, piece: &Piece) -> Result<()> {
     let (ty, is_turned) = (tensor.quant_type()?, tensor.is_turned());
     ensure!(
         piece.transposed || !is_turned,
-        "the file has it turned, and the specification as (out, in), as it is not"
+        "the file stores the matrix transposed, but the specification expects (out, in)"
     );
     ensure!(
         is_turned || !(piece.transposed && ty.is_blocked()),
-        "numbers in blocks ({ty}) cannot be turned from (in, out) to (out, in)"
+        "a matrix in blocks ({ty}) cannot be transposed from (in, out) to (out, in)"
     );
     let row = piece.shape.get(1).copied().unwrap_or(1);
     ensure!(
         is_turned || !matches!(piece.part, Part::Rows { .. }) || ty.bytes(row).is_some(),
-        "rows of {row} do not end where blocks of numbers ({ty}) do"
+        "rows of {row} values do not end at block boundaries ({ty})"
     );
     Ok(())
 }
 
-/// What taking a piece in that number format would record.
+/// Returns the record of a slice that is loaded in that number format.
 pub fn record(piece: &Piece, ty: QuantType) -> TensorRecord {
     let shape = Wanted::of(piece).shape();
     let bytes = ty.bytes(shape.iter().product()).expect("rows are whole blocks; this is a bug");
     TensorRecord { name: piece.name.clone(), ty, shape, bytes }
 }
 
-/// All matrices of the stored tensor of that shape which a piece is a part of.
+/// Returns all matrices of the slice's stored tensor, whose shape is `stored`.
 pub fn matrices(piece: &Piece, stored: &[usize]) -> Vec<Piece> {
     let whole = |part| Piece { part, cut: Cut::default(), shape: stored.to_vec(), ..piece.clone() };
     match stored {
@@ -78,20 +78,20 @@ pub fn matrices(piece: &Piece, stored: &[usize]) -> Vec<Piece> {
     }
 }
 
-/// The shape of all of a piece's part, whatever of it is wanted.
+/// Returns the shape of a slice's whole part, ignoring the requested range.
 pub fn whole(piece: &Piece) -> Vec<usize> {
     Wanted::of(&Piece { cut: Cut::default(), ..piece.clone() }).shape()
 }
 
-/// The same with rows of length 1, in single precision. A row of zeros stays as it is.
+/// Scales each row to an L2 norm of 1, in F32. A row of zeros stays as it is.
 pub fn normalised(taken: Taken<'_>) -> Taken<'static> {
     let width = taken.inp();
     let mut bytes = Vec::with_capacity(taken.shape.iter().product::<usize>() * size_of::<f32>());
     let mut row = vec![0f32; width];
     let stored = taken.bytes.len() / taken.out();
-    // Rounded again to 16 bits, they would move logits by more than those are good for.
-    for codes in taken.bytes.chunks_exact(stored) {
-        taken.ty.dequantize(codes, &mut row);
+    // Rounding to 16 bits again would change the logits noticeably.
+    for quants in taken.bytes.chunks_exact(stored) {
+        taken.ty.dequantize(quants, &mut row);
         let length = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt().max(1e-12);
         bytes.extend(row.iter().flat_map(|x| ((f64::from(*x) / length) as f32).to_le_bytes()));
     }
@@ -99,28 +99,28 @@ pub fn normalised(taken: Taken<'_>) -> Taken<'static> {
 }
 
 impl<'a> Taken<'a> {
-    /// Rows of the matrix.
+    /// Returns the rows of the matrix, its N in a GEMM.
     pub fn out(&self) -> usize {
         self.shape[0]
     }
 
-    /// Columns of the matrix; 1 of a vector.
+    /// Returns the columns of the matrix, its K in a GEMM; 1 for a vector.
     pub fn inp(&self) -> usize {
         self.shape.get(1).copied().unwrap_or(1)
     }
 
-    /// The same in another number format, whose blocks rows are whole numbers of, its codes chosen that way, made by so
-    /// many threads.
-    pub fn recoded(self, ty: QuantType, by: Codes, threads: usize) -> Result<Taken<'a>> {
+    /// Converts the data to another number format on `threads` threads. Fails if rows are not whole blocks of
+    /// that format.
+    pub fn recoded(self, ty: QuantType, rounding: Codes, threads: usize) -> Result<Taken<'a>> {
         if ty == self.ty {
             return Ok(self);
         }
         let rows = Rows { ty: self.ty, width: self.inp(), bytes: &self.bytes };
-        let bytes = coding::coded(rows, ty, by, threads)?;
+        let bytes = coding::coded(rows, ty, rounding, threads)?;
         Ok(Taken { ty, shape: self.shape, bytes: Cow::Owned(bytes) })
     }
 
-    /// All numbers in single precision.
+    /// Returns the values in F32.
     pub fn widened(&self) -> Vec<f32> {
         let mut values = vec![0f32; self.shape.iter().product()];
         self.ty.dequantize(&self.bytes, &mut values);
@@ -141,12 +141,12 @@ fn slice(bytes: Cow<'_, [u8]>, begin: usize, len: usize) -> Cow<'_, [u8]> {
     }
 }
 
-/// Which numbers of a stored matrix are a piece's.
+/// The region of a stored matrix that a slice covers.
 struct Wanted {
-    /// All rows and columns of the matrix, as if it were stored (out, in).
+    /// Rows and columns of the stored matrix, seen as (out, in).
     out: usize,
     inp: usize,
-    /// Runs of those rows.
+    /// Ranges of the covered rows.
     rows: Vec<Range<usize>>,
     columns: Range<usize>,
     is_vector: bool,
@@ -158,13 +158,13 @@ impl Wanted {
             Part::Plane(_) => &piece.shape[1..],
             _ => &piece.shape,
         };
-        let (out, inp) = match (shape, piece.transposed) {
-            (&[inp, out], true) | (&[out, inp], false) => (out, inp),
+        let (n, k) = match (shape, piece.transposed) {
+            (&[k, n], true) | (&[n, k], false) => (n, k),
             _ => (shape[0], 1),
         };
-        let rows = piece.cut.rows.clone().unwrap_or(0..piece.part.rows(out));
-        let columns = piece.cut.columns.clone().unwrap_or(0..inp);
-        Wanted { out, inp, rows: runs(piece.part, rows), columns, is_vector: shape.len() == 1 }
+        let rows = piece.cut.rows.clone().unwrap_or(0..piece.part.rows(n));
+        let columns = piece.cut.columns.clone().unwrap_or(0..k);
+        Wanted { out: n, inp: k, rows: runs(piece.part, rows), columns, is_vector: shape.len() == 1 }
     }
 
     fn shape(&self) -> Vec<usize> {
@@ -176,12 +176,12 @@ impl Wanted {
         self.columns == (0..self.inp)
     }
 
-    /// The wanted ones of a matrix that is stored (out, in).
+    /// Extracts the region from a matrix that is stored as (out, in).
     fn picked<'a>(&self, ty: QuantType, bytes: Cow<'a, [u8]>) -> Result<Cow<'a, [u8]>> {
         if self.has_all_columns() && self.shape()[0] == self.out {
             return Ok(bytes);
         }
-        const CUT: &str = "what is wanted does not end where blocks of numbers do";
+        const CUT: &str = "the requested range does not end at block boundaries";
         let row = ty.bytes(self.inp).context(CUT)?;
         let (first, end) = (ty.bytes(self.columns.start), ty.bytes(self.columns.end));
         let columns = first.context(CUT)?..end.context(CUT)?;
@@ -194,16 +194,16 @@ impl Wanted {
         Ok(picked.into())
     }
 
-    /// The wanted ones as (out, in), of a matrix that is stored (in, out).
+    /// Extracts the region as (out, in) from a matrix that is stored as (in, out).
     fn turned(&self, ty: QuantType, bytes: &[u8]) -> Result<Vec<u8>> {
         let size = ty.bytes(1).filter(|size| size * self.out * self.inp == bytes.len());
         let size = size.with_context(|| {
-            format!("numbers in blocks ({ty}) cannot be turned from (in, out) to (out, in)")
+            format!("a matrix in blocks ({ty}) cannot be transposed from (in, out) to (out, in)")
         })?;
         let rows: Vec<usize> = self.rows.iter().cloned().flatten().collect();
         let width = self.columns.len();
         let mut turned = vec![0; rows.len() * width * size];
-        // In squares, so that both sides stay in cache.
+        // In square tiles, so that source and destination stay in cache.
         const SQUARE: usize = 32;
         for left in (0..width).step_by(SQUARE) {
             for top in (0..rows.len()).step_by(SQUARE) {
@@ -220,7 +220,7 @@ impl Wanted {
     }
 }
 
-/// Where those rows of a part lie among all that are stored, in runs that do not touch.
+/// Returns where rows of a part are among the stored rows, as ranges that do not touch.
 fn runs(part: Part, rows: Range<usize>) -> Vec<Range<usize>> {
     let Part::Rows { groups, stride, first, count } = part else { return vec![rows] };
     let mut runs: Vec<Range<usize>> = Vec::new();
@@ -248,7 +248,7 @@ mod tests {
         Piece { role, name, pattern, layer, shape: shape.to_vec(), part, cut, transposed }
     }
 
-    /// A tensor of the numbers 0, 1, 2 …
+    /// Returns a tensor with the values 0, 1, 2 …
     fn counted(ty: QuantType, shape: &[usize]) -> Checkpoint {
         let numbers: Vec<f32> = (0..shape.iter().product::<usize>()).map(|number| number as f32).collect();
         let mut bytes = vec![0; ty.bytes(numbers.len()).unwrap()];
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!(numbers(&[2, 2, 2], Part::Plane(1), false), (vec![2, 2], vec![4., 5., 6., 7.]));
     }
 
-    /// Every cut of every kind of part against the cut of the whole part.
+    /// Compares every range of every kind of part with the same range of the whole part.
     #[test]
     fn a_cut_is_what_the_whole_has_there() {
         let rows = |groups, stride, first, count| Part::Rows { groups, stride, first, count };
@@ -292,22 +292,22 @@ mod tests {
         ] {
             let (checkpoint, whole) = (counted(QuantType::F32, shape), piece(shape, part, transposed));
             let all = take(&checkpoint, &whole).unwrap();
-            let (out, inp, values) = (all.out(), all.inp(), all.widened());
+            let (n, k, values) = (all.out(), all.inp(), all.widened());
             let ranges = |end: usize| (0..end).flat_map(move |a| (a + 1..=end).map(move |b| a..b));
-            for (rows, columns) in ranges(out).flat_map(|rows| ranges(inp).map(move |c| (rows.clone(), c))) {
+            for (rows, columns) in ranges(n).flat_map(|rows| ranges(k).map(move |c| (rows.clone(), c))) {
                 let cut = Cut { rows: Some(rows.clone()), columns: Some(columns.clone()) };
                 let piece = Piece { cut, ..whole.clone() };
                 let taken = take(&checkpoint, &piece).unwrap();
                 assert_eq!(record(&piece, taken.ty), taken.record("t"));
                 assert_eq!((taken.out(), taken.inp()), (rows.len(), columns.len()), "{piece:?}");
-                let row = |row: usize| &values[row * inp..][columns.clone()];
+                let row = |row: usize| &values[row * k..][columns.clone()];
                 let expected: Vec<f32> = rows.flat_map(row).copied().collect();
                 assert_eq!(taken.widened(), expected, "{piece:?}");
             }
         }
     }
 
-    /// Rows that lie together stay where they are; of others, and of columns, no more than those is copied.
+    /// Contiguous rows are borrowed; of other rows, and of columns, only the requested ones are copied.
     #[test]
     fn what_lies_together_is_not_copied() {
         let checkpoint = counted(QuantType::F32, &[12, 8]);
@@ -325,7 +325,7 @@ mod tests {
         assert_eq!(of(Part::Whole, Some(5..6), Some(2..4)), (false, 2));
     }
 
-    /// What a report of the model would otherwise fail at.
+    /// Otherwise computing the records of the model would fail.
     #[test]
     fn blocks_are_neither_cut_nor_turned() {
         let part = Part::Rows { groups: 2, stride: 48, first: 0, count: 16 };

@@ -1,16 +1,17 @@
-//! How far work on a model's weights is, for whoever wants to know, and whether it should go on.
+//! Progress of work on a model's weights, and its cancellation.
 //!
-//! Invariant: what is done is never more than what is expected; where nobody shows it, the log tells it now and then.
+//! Invariant: the bytes done never exceed the total. If no progress display is attached, progress is logged
+//! periodically.
 
 use anyhow::{Result, bail};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tracing::info;
 
-/// Between two lines of the log.
+/// Minimum time between two log lines.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Bytes done, and all bytes. Several threads may work on one.
+/// Bytes done and the total, shared by several threads.
 #[derive(Debug, Default)]
 pub struct Progress(Mutex<State>);
 
@@ -20,12 +21,12 @@ struct State {
     total: u64,
     is_shown: bool,
     is_stopped: bool,
-    /// When the log told of it, or of its beginning.
+    /// Time of the last log line, or of the start.
     told: Option<Instant>,
 }
 
 impl Progress {
-    /// So many bytes are to be done beside those that are under way. What was done before counts no more.
+    /// Adds bytes to the total. If all earlier work is done, counting starts anew.
     pub fn expect(&self, bytes: usize) {
         let mut state = self.state();
         if state.done >= state.total {
@@ -35,7 +36,7 @@ impl Progress {
         state.total += bytes as u64;
     }
 
-    /// So many more are done. An error if nobody wants the rest.
+    /// Adds bytes to those done. Fails if the work has been stopped.
     pub fn advance(&self, bytes: usize) -> Result<()> {
         let mut state = self.state();
         state.done = state.total.min(state.done + bytes as u64);
@@ -50,23 +51,23 @@ impl Progress {
         Ok(())
     }
 
-    /// Bytes done, and all.
+    /// Returns the bytes done and the total.
     pub fn so_far(&self) -> (u64, u64) {
         let state = self.state();
         (state.done, state.total)
     }
 
-    /// Somebody shows it: the log need not tell.
+    /// Turns off logging, because a progress display is attached.
     pub fn show(&self) {
         self.state().is_shown = true;
     }
 
-    /// The work is to end, from any thread.
+    /// Stops the work; callable from any thread.
     pub fn stop(&self) {
         self.state().is_stopped = true;
     }
 
-    /// Whether somebody has said so.
+    /// Returns whether the work has been stopped.
     pub fn is_stopped(&self) -> bool {
         self.state().is_stopped
     }

@@ -1,53 +1,53 @@
-//! Where the values of a model's specification come from.
+//! The origins of the values in a model's specification.
 //!
-//! Invariant: a value is recorded together with its origin, where it is found.
+//! Invariant: a value is recorded together with its origin where it is looked up.
 
 use serde_json::Value;
 use std::path::PathBuf;
 
-/// The files a [`super::ModelSpec`] was made from, and what each gave.
+/// The files from which a [`super::ModelSpec`] was resolved, and the origin of each value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Provenance {
     /// The specification file.
     pub specification: String,
-    /// Values of config.json's `model_type` that it is for.
+    /// Values of config.json's `model_type` that select the specification.
     pub model_types: Vec<String>,
-    /// The model's config.json, or the file whose header takes its place.
+    /// The model's config.json, or the file whose header replaces it.
     pub config: PathBuf,
-    /// One entry for each value, in the order in which they were found.
+    /// The values, in the order in which they were looked up.
     pub values: Vec<Sourced>,
 }
 
 /// A value with its origin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sourced {
-    /// Its place in the specification file, such as `attention.heads`.
+    /// Key of the value in the specification file, such as `attention.heads`.
     pub key: String,
-    /// The layers that have it, ascending; empty for what is no layer's.
+    /// Layers with this value, ascending; empty for values outside of layers.
     pub layers: Vec<usize>,
     pub value: Value,
     pub origin: Origin,
 }
 
-/// Who said a value.
+/// The origin of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// The specification file, outright.
+    /// Given in the specification file.
     Specification,
-    /// The model's configuration, under these keys.
+    /// Read from the model's configuration, from these keys.
     Config(Vec<String>),
-    /// The specification file, for models whose configuration lacks this key.
+    /// Default of the specification file, because the configuration lacks this key.
     Default(String),
-    /// Nobody: what the format of the configuration means when it says nothing.
+    /// Default of the configuration format.
     Format,
-    /// Computed; the rule, in keys of the specification.
+    /// Derived by this rule, written with keys of the specification.
     Derived(&'static str),
-    /// Computed, by this formula of the specification.
+    /// Computed with this formula of the specification.
     Formula(String),
 }
 
 impl Provenance {
-    /// The first entry of that key.
+    /// Returns the first entry of a key.
     pub fn get(&self, key: &str) -> Option<&Sourced> {
         self.values.iter().find(|sourced| sourced.key == key)
     }

@@ -1,15 +1,17 @@
-//! The table of rotary positions: angles from theta and scaling, cosines and sines for every position.
+//! Tables of rotary position embeddings: frequencies from theta and scaling, cosines and sines for every
+//! position.
 //!
-//! Su et al., "RoFormer" (section 3.4.2). Scalings: Llama's as its checkpoints define it; Peng et al. 2023, "YaRN" (section
-//! 3.2); Ding et al. 2024, "LongRoPE".
+//! Su et al., "RoFormer" (section 3.4.2). Scalings: Llama's as its checkpoints define it; Peng et al. 2023,
+//! "YaRN" (section 3.2); Ding et al. 2024, "LongRoPE".
+//!
 //! Invariant: angles are products of F32 frequencies and positions, as the reference computes them.
 
 use crate::formats::{RopeConfig, RopeScaling};
 use mainstem_kernels::RopeStretch;
 use std::f64::consts::TAU;
 
-/// Frequencies of the rotated pairs, in radians per position: `dims / 2` of them, for sequences of `reserved` tokens as
-/// far as their length decides.
+/// Returns the frequencies of the `dims / 2` rotated pairs in radians per position. `reserved`, the reserved
+/// sequence length in tokens, selects the frequencies where the scaling depends on the length.
 pub fn frequencies(config: &RopeConfig, dims: usize, reserved: usize) -> Vec<f32> {
     let scale = scale(config, dims, reserved);
     (0..dims / 2)
@@ -20,8 +22,8 @@ pub fn frequencies(config: &RopeConfig, dims: usize, reserved: usize) -> Vec<f32
         .collect()
 }
 
-/// What a sequence's length decides: bounds of reserved lengths, ascending, each the last that its table is for. The last
-/// table is for all beyond.
+/// Returns the upper bounds of the reserved lengths of each table, ascending. The last table is for all
+/// longer sequences.
 pub fn bounds(config: &RopeConfig) -> Vec<usize> {
     match &config.scaling {
         RopeScaling::LongRope { original_context, .. } => vec![*original_context, usize::MAX],
@@ -29,7 +31,7 @@ pub fn bounds(config: &RopeConfig) -> Vec<usize> {
     }
 }
 
-/// Sequences beyond some length have a base of their own.
+/// Returns how the base changes beyond some sequence length, for dynamic scaling.
 pub fn stretch(config: &RopeConfig) -> Option<RopeStretch> {
     match config.scaling {
         RopeScaling::Dynamic { factor, context } => {
@@ -39,7 +41,7 @@ pub fn stretch(config: &RopeConfig) -> Option<RopeStretch> {
     }
 }
 
-/// Cosine and sine for each position and pair: F32, `(positions, dims / 2, 2)`, little-endian.
+/// Returns cosine and sine of each position and pair: F32, `(positions, dims / 2, 2)`, little-endian.
 pub fn table(config: &RopeConfig, dims: usize, positions: usize, reserved: usize) -> Vec<u8> {
     let frequencies = frequencies(config, dims, reserved);
     let factor = match config.scaling {
@@ -59,15 +61,15 @@ pub fn table(config: &RopeConfig, dims: usize, positions: usize, reserved: usize
     bytes
 }
 
-/// Bytes of [`table`].
+/// Returns the size of [`table`] in bytes.
 pub fn table_bytes(dims: usize, positions: usize) -> usize {
     positions * (dims / 2) * 2 * size_of::<f32>()
 }
 
-/// What each pair's frequency is multiplied by, given its number and the frequency.
+/// Returns the factor of each pair's frequency, as a function of the pair's index and the frequency.
 fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize, f64) -> f64 + '_> {
     match &config.scaling {
-        // A stretched base is no matter of a table.
+        // A stretched base does not change the table.
         RopeScaling::None | RopeScaling::Dynamic { .. } => Box::new(|_, _| 1.0),
         RopeScaling::Factors(factors) => Box::new(|pair, _| 1.0 / factors[pair]),
         RopeScaling::Linear { factor } => Box::new(move |_, _| 1.0 / factor),
@@ -77,15 +79,15 @@ fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize,
         }
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
             Box::new(move |_, frequency| {
-                // Turns a pair makes within the original context: many keep their frequency, few are slowed by the
-                // factor, those between are blended.
+                // Number of full turns of a pair within the original context: with many turns the frequency
+                // is kept, with few it is divided by the factor, between them it is interpolated.
                 let turns = *original_context as f64 * frequency / TAU;
                 let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
                 blend(kept, *factor)
             })
         }
         RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
-            // The pair that turns so many times within the original context.
+            // The pair that makes so many turns within the original context.
             let pair_of = |turns: f64| {
                 dims as f64 * (*original_context as f64 / (turns * TAU)).ln() / (2.0 * config.theta.ln())
             };
@@ -102,7 +104,8 @@ fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize,
     }
 }
 
-/// A share that is kept, cut to 0 and 1, and the rest divided by the factor.
+/// Returns the factor of a frequency of which the fraction `kept`, clamped to 0..1, is unscaled and the rest
+/// is divided by `factor`.
 fn blend(kept: f64, factor: f64) -> f64 {
     let kept = kept.clamp(0.0, 1.0);
     kept + (1.0 - kept) / factor

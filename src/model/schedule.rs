@@ -1,7 +1,7 @@
-//! The order in which a step goes through the layers: all rows of the batch, layer by layer, from what the stage before gave to
-//! what the next one gets.
+//! The order of computation of a step: all rows of the batch, layer by layer, from the previous stage's
+//! activations to those for the next stage.
 //!
-//! Invariant: no arithmetic is here; it is all in [`super::forward`].
+//! Invariant: this module contains no arithmetic; all of it is in [`super::forward`].
 
 use super::activations::Activations;
 use super::forward::{after_attention, attention, before_attention, embed, end, remember};
@@ -9,23 +9,24 @@ use super::load::{Model, Stack};
 use super::spec::LayerSpec;
 use mainstem_kernels::{Backend, Flow, KvLayer, KvTable, SpanStack, StepBatch, StepOutput};
 
-/// What the layers of a stack write their keys and values to.
+/// The KV caches of the layers.
 pub struct Caches<'a, Buf> {
-    /// The decoder's, layer by layer.
+    /// The caches of the decoder's layers.
     pub own: &'a mut [KvLayer<Buf>],
-    /// The encoder's, one for all layers.
+    /// The encoder's cache, one for all layers.
     pub scratch: Option<&'a mut KvLayer<Buf>>,
 }
 
-/// What comes into a step, and what goes out.
+/// Inputs and outputs of a step.
 pub struct Traffic<'a> {
     pub batch: &'a StepBatch,
     pub flow: Flow<'a>,
     pub out: &'a mut StepOutput,
 }
 
-/// One step of the whole batch: for each layer, every row. The serving schedule. The encoder's rows go first, and the
-/// decoder's may be of the same sequences. Of a part of a model, its layers, between what stages before and behind do.
+/// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
+/// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
+/// those for the next.
 pub fn step_major<B: Backend>(
     b: &mut B,
     model: &Model<B::Buf>,
@@ -56,19 +57,21 @@ pub fn step_major<B: Backend>(
     }
 }
 
-/// The members of a stage exchange something in each of its layers. Where a step has no rows for any, they meet over a number
-/// that nobody reads.
+/// Reduces one unused value over the ranks of a stage. The ranks synchronize in each layer; this keeps them
+/// in step if a step has no rows for any layer.
 fn meet<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
     b.reduce(1, 1, &mut act.y);
 }
 
-/// No member of a stage can know by itself whether a token that it has no row for is another's.
+/// Checks all tokens: a rank cannot tell whether a token outside of its share of the vocabulary belongs to
+/// another rank.
 fn check_tokens(batch: &StepBatch, vocab: usize) {
     let foreign = batch.tokens.iter().find(|token| **token as usize >= vocab);
-    assert_eq!(foreign, None, "a token beyond the {vocab} there are; this is a bug");
+    assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab}; this is a bug");
 }
 
-/// The encoder's rows, through its layers if some are here, and into what the decoder's remember of them.
+/// Runs the encoder rows through the local encoder layers, and stores the local decoder layers'
+/// cross-attention keys and values.
 fn encode<B: Backend>(
     b: &mut B,
     model: &Model<B::Buf>,
@@ -89,7 +92,7 @@ fn encode<B: Backend>(
                 end(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, out);
             }
         }
-        // A stage before has made them.
+        // An earlier stage has computed the encoder output.
         _ => receive(b, rows, from, act),
     }
     if let Some(decoder) = &model.decoder {
@@ -100,7 +103,7 @@ fn encode<B: Backend>(
     }
 }
 
-/// The decoder's rows, through its layers if some are here.
+/// Runs the decoder rows through the local decoder layers.
 fn decode<B: Backend>(
     b: &mut B,
     model: &Model<B::Buf>,
@@ -121,7 +124,8 @@ fn decode<B: Backend>(
     }
 }
 
-/// x = the rows that a stack's first layer here reads, and the angles of their positions.
+/// Computes or receives x, the input of the first local layer of a stack, and the rotary angles of its
+/// positions.
 fn arrive<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
@@ -138,14 +142,18 @@ fn arrive<B: Backend>(
     }
 }
 
-/// x = what the stage before gave.
+/// Loads x from the activations of the previous stage.
 fn receive<B: Backend>(b: &mut B, rows: usize, from: Option<&Vec<u8>>, act: &mut Activations<B::Buf>) {
-    let from = from.expect("there is a stage before one without embeddings; this is a bug");
-    assert_eq!(from.len(), rows * act.hidden * size_of::<f32>(), "bytes of {rows} rows; else this is a bug");
+    let from = from.expect("a stage without embeddings has a previous stage; this is a bug");
+    assert_eq!(
+        from.len(),
+        rows * act.hidden * size_of::<f32>(),
+        "not the bytes of {rows} rows; this is a bug"
+    );
     b.upload(&mut act.x, 0, from);
 }
 
-/// Gives x to the next stage, if it is this member's to give.
+/// Sends x to the next stage, if this rank has to send it.
 fn hand_on<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Option<&mut Vec<u8>>) {
     if let Some(to) = to {
         to.resize(rows * act.hidden * size_of::<f32>(), 0);
@@ -153,7 +161,7 @@ fn hand_on<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Op
     }
 }
 
-/// One layer, whose keys and values go to that cache.
+/// Runs one layer, which stores its keys and values in `cache`.
 fn block<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,

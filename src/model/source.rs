@@ -1,8 +1,8 @@
-//! A model as the user names it: a hub's model folder, a GGUF or llama2.c file, one that is part of the program,
-//! or one of random numbers.
+//! Opens models by the name that the user gives: a hub model's folder, a GGUF or llama2.c file, an embedded
+//! demo, or a synthetic model with random weights.
 //!
-//! Invariant: after `open` everything that was said about the model is read and consistent, tensors' names
-//! and shapes included; none of its weights has been touched yet.
+//! Invariant: after `open` all metadata of the model has been read and is consistent, including names and
+//! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
 use super::importance::{Choice, Observations};
@@ -25,28 +25,28 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What the demo is called.
+/// Name of the demo model.
 const DEMO: &str = "demo";
 
-/// What a name of a synthetic model begins with.
+/// Prefix of the names of synthetic models.
 pub(super) const SYNTHETIC: &str = "synthetic:";
 
-/// Which model is meant.
+/// Identifies a model to open.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelRef {
-    /// The one that is part of the program.
+    /// The embedded demo model.
     Demo,
-    /// Its draft, part of the program too.
+    /// The embedded draft model of the demo.
     DemoDraft,
-    /// A folder or a file.
+    /// A folder or file.
     Path(PathBuf),
-    /// Random weights.
+    /// A synthetic model with random weights.
     Synthetic(Shape),
 }
 
 impl ModelRef {
-    /// The model that a user names: nothing or `demo` is the demo, `synthetic:SHAPE` is random weights (see
-    /// [`Shape::named`]), and anything else is a path.
+    /// Parses a model name: an empty name or `demo` is the demo, `synthetic:SHAPE` has random weights (see
+    /// [`SyntheticShape::parse`]), and anything else is a path.
     pub fn parse(name: &str) -> Result<ModelRef> {
         match name.strip_prefix(SYNTHETIC) {
             Some(shape) => Shape::named(shape).map(ModelRef::Synthetic),
@@ -58,55 +58,54 @@ impl ModelRef {
 
 /// An opened model.
 pub struct ModelSource {
-    /// The folder or file, to name in errors. Of a model that has none, what stands for it.
+    /// The folder or file, for error messages; for a model without one, its name.
     pub path: PathBuf,
     pub kind: SourceKind,
     pub spec: ModelSpec,
     pub checkpoint: Checkpoint,
     /// Tokens that end a sequence.
     pub eos: Vec<u32>,
-    /// How tokens are drawn for requests that do not say.
+    /// Default sampling parameters for requests.
     pub defaults: SamplingDefaults,
-    /// What generation_config.json wants beside, and is not served.
+    /// Settings of generation_config.json that are not supported.
     pub unserved: Map<String, Value>,
     pub chat: ChatFiles,
-    /// What a decoder behind an encoder begins with.
+    /// Decoder start tokens of an encoder-decoder model.
     pub opening: DecoderOpening,
-    /// How a text becomes a vector; `None` where nothing says so, and for models with a decoder.
+    /// Settings for embedding texts; `None` if no file specifies them, and for models with a decoder.
     pub sentence: Option<SentenceFiles>,
-    /// In which number formats matrices are loaded; at first, as they are stored.
+    /// Rules for the number formats in which matrices are loaded. By default they keep their stored format.
     pub weights: Weights,
-    /// How codes are chosen for those that get another.
+    /// Rounding of matrices that are converted to another format.
     pub codes: Choice,
-    /// What devices that run it note their products' inputs in, if somebody wants to know.
+    /// Collects the inputs of GEMMs on all devices, if they are observed.
     pub observations: Option<Arc<Observations>>,
-    /// How far devices that load it are.
+    /// Progress of the devices that load the model.
     pub progress: Arc<Progress>,
 }
 
-/// How the model lies on disk, or in the program.
+/// The storage of a model.
 #[derive(Clone, Debug)]
 pub enum SourceKind {
-    /// A folder with config.json, tokenizer.json and safetensors, or what PyTorch saved.
+    /// A folder with config.json, tokenizer.json, and safetensors or PyTorch weights.
     HubFolder(Folder),
-    /// A GGUF file, or several, by what it says.
+    /// A GGUF file, or several split files.
     Gguf(Arc<Gguf>),
-    /// A llama2.c checkpoint, its tokenizer beside it.
+    /// A llama2.c checkpoint with its tokenizer beside it.
     Llama2c,
-    /// Random weights, without a tokenizer.
+    /// A synthetic model with random weights, without a tokenizer.
     Synthetic,
 }
 
-/// A folder's settings, and its own specification.
+/// File names of a folder's settings and of its own specification.
 const CONFIG: &str = "config.json";
 pub(super) const OWN_SPEC: &str = "spec.toml";
 
-/// llama2.c ends a text with the BOS token of the next one; EOS is there for good measure.
+/// llama2.c ends a text with the BOS token of the next one; EOS is included for safety.
 const LLAMA2C_EOS: [u32; 2] = [1, 2];
 
 impl ModelSource {
-    /// Opens a model; `spec_file` takes the place of the shipped specification (a folder's own `spec.toml`
-    /// does too).
+    /// Opens a model. `spec_file` replaces the shipped specification, as a folder's own `spec.toml` does.
     pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<ModelSource> {
         let source = match model {
             ModelRef::Demo => open_folder(Folder::Embedded(&demo::DEMO), spec_file),
@@ -126,17 +125,17 @@ impl ModelSource {
         Ok(source)
     }
 
-    /// The specification of what a member holds. Refuses a split that cannot be done.
+    /// Returns the specification of a shard. Fails if the model cannot be split like that.
     pub fn part(&self, shard: &Shard) -> Result<ModelSpec, Refusal> {
         shard::cut(&self.spec, shard, &|piece| self.coarser(piece))
     }
 
-    /// The most members that can share the shard's layers, whatever number of them it names.
+    /// Returns the maximum number of ranks that can share the shard's layers, whatever number the shard has.
     pub fn members_max(&self, shard: &Shard) -> usize {
         shard::members_max(&self.spec, shard, &|piece| self.coarser(piece))
     }
 
-    /// The number format that a piece is loaded in.
+    /// Returns the number format in which a slice is loaded.
     pub fn loaded_as(&self, piece: &Piece) -> QuantType {
         match self.is_normalised(piece) {
             true => QuantType::F32,
@@ -144,25 +143,26 @@ impl ModelSource {
         }
     }
 
-    /// The one that a part is written in, so that it is loaded as by the rules: but for those whose rows are changed at
-    /// loading, the one it is loaded in.
+    /// Returns the number format in which a slice is written so that it loads as under the rules: the load
+    /// format, except for matrices whose rows are normalized at loading.
     pub(super) fn written_as(&self, piece: &Piece) -> QuantType {
         if self.is_normalised(piece) { self.stored_as(piece) } else { self.loaded_as(piece) }
     }
 
-    /// Whether rows are brought to length 1 when it is loaded.
+    /// Returns whether the rows of a slice are L2-normalized at loading.
     fn is_normalised(&self, piece: &Piece) -> bool {
         let head = self.spec.last_stack().head.as_ref();
         head.is_some_and(|head| head.normalised && head.table.name == piece.name)
     }
 
-    /// Of the formats it is stored and loaded in, that of the larger blocks: neither's are cut.
+    /// Returns the stored or loaded format, whichever has larger blocks: shards must not split blocks of
+    /// either.
     fn coarser(&self, piece: &Piece) -> QuantType {
         let (stored, loaded) = (self.stored_as(piece), self.loaded_as(piece));
         if loaded.row().block_elements > stored.row().block_elements { loaded } else { stored }
     }
 
-    /// The one it is loaded in where no rule says.
+    /// Returns the number format in which a slice is loaded if no rule matches.
     fn usual(&self, piece: &Piece) -> QuantType {
         let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.usual_type());
         tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
@@ -173,7 +173,7 @@ impl ModelSource {
         tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
     }
 
-    /// The folder where its settings may lie beside its weights.
+    /// Returns the folder with the settings that accompany the weights.
     pub fn folder(&self) -> Option<Folder> {
         match &self.kind {
             SourceKind::HubFolder(folder) => Some(folder.clone()),
@@ -182,7 +182,7 @@ impl ModelSource {
         }
     }
 
-    /// What the model is called unless the user says: the last part of the path, without a file's extension.
+    /// Returns the model's default name: the last component of its path, without a file extension.
     pub fn name(&self) -> String {
         let part = match &self.kind {
             SourceKind::HubFolder(Folder::Embedded(folder)) => return folder.name.to_owned(),
@@ -196,7 +196,7 @@ impl ModelSource {
     }
 }
 
-/// The path without links and dots, as far as it can be had.
+/// Returns the canonical path, or the path itself if it cannot be resolved.
 fn whole(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
@@ -208,8 +208,8 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     }
     if is_pytorch(path)? {
         bail!(
-            "{}: PyTorch's weights are opened by their folder: name the one that has them as pytorch_model.bin, \
-             with config.json and tokenizer.json beside them",
+            "{}: PyTorch weights are opened by their folder: specify the folder that contains pytorch_model.bin, \
+             config.json and tokenizer.json",
             path.display()
         );
     }
@@ -219,8 +219,8 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     }
 }
 
-/// A folder with a GGUF file is that file's model, unless it has what a hub's model is made of. Without settings beside
-/// them, safetensors are that file's tensors.
+/// Opens a folder. A folder with a GGUF file is opened as that GGUF model, unless it has the files of a hub
+/// model. Safetensors without a config.json are the tensors of the GGUF file.
 fn open_any_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let folder = Folder::disk(path);
     let is_hubs = Checkpoint::is_in_folder(&folder) && folder.has(CONFIG);
@@ -261,7 +261,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
     })
 }
 
-/// What a decoder begins with, where that is not the prompt.
+/// Returns the decoder start tokens of an encoder-decoder model.
 fn opening(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
     match kind {
         Kind::EncoderDecoder => DecoderOpening::from_folder(folder, config),
@@ -269,7 +269,7 @@ fn opening(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<DecoderOpe
     }
 }
 
-/// The specification that is given, else the folder's own, else the shipped one for its type.
+/// Returns the given specification, otherwise the folder's own, otherwise the shipped one for its model type.
 fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) -> Result<SpecFile> {
     if let Some(file) = spec_file {
         return read_spec(file);
@@ -284,7 +284,7 @@ fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) ->
     SpecFile::for_model_type(model_type).with_context(file)
 }
 
-/// A specification that is given describes the file as it is: its tensors have the names they have there.
+/// Opens a GGUF file. A given specification must use the tensor names of the file.
 fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let (mut checkpoint, gguf) = Checkpoint::open_gguf(path)?;
     let table = GgufTable::shipped();
@@ -338,7 +338,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     })
 }
 
-/// Random numbers end no text: no token is one that ends it.
+/// Opens a synthetic model. It has no end-of-sequence token.
 fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource> {
     let spec = shape.resolve(given_or_shipped(spec_file, specs::SYNTHETIC)?)?;
     Ok(ModelSource {
@@ -371,7 +371,7 @@ fn read_spec(file: &Path) -> Result<SpecFile> {
     SpecFile::parse(&file.display().to_string(), &text)
 }
 
-/// The header's sizes under the names that config.json has for them.
+/// Returns the sizes of the header under the names that config.json uses.
 fn as_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
     let sizes = [
         ("vocab_size", header.vocab),
@@ -399,7 +399,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
     }
 
-    /// The embedded models, each with the folder it comes from.
+    /// Returns the embedded models, each with the folder it comes from.
     fn embedded() -> [(ModelRef, PathBuf); 2] {
         [(ModelRef::Demo, on_disk("assets/demo")), (ModelRef::DemoDraft, on_disk("assets/demo-draft"))]
     }
@@ -418,7 +418,7 @@ mod tests {
         for (model, folder) in embedded() {
             let mut program = ModelSource::open(&model, None).unwrap();
             let mut disk = ModelSource::open(&ModelRef::Path(folder), None).unwrap();
-            // All is the same but where it is.
+            // Only the origin differs.
             for source in [&mut program, &mut disk] {
                 source.spec.provenance.config = PathBuf::new();
             }
@@ -455,7 +455,7 @@ mod tests {
         }
     }
 
-    /// A copy of a fixture, with a file of `content` put into it.
+    /// Opens a copy of a fixture with the added or replaced file `name`.
     fn with_file(name: &str, content: &[u8]) -> (Scratch, Result<ModelSource>) {
         let folder = Scratch::new();
         for entry in on_disk("tests/fixtures/gqa").read_dir().unwrap().flatten() {
@@ -521,13 +521,13 @@ mod tests {
                 let path = folder.write(name, &std::fs::read(&weights).unwrap());
                 let error =
                     format!("{:#}", ModelSource::open(&ModelRef::Path(path.clone()), None).err().unwrap());
-                let expected = format!("{}: PyTorch's weights are opened by their folder", path.display());
+                let expected = format!("{}: PyTorch weights are opened by their folder", path.display());
                 assert!(error.starts_with(&expected), "{error}");
             }
         }
     }
 
-    /// The fixture's weights with an edited header.
+    /// Returns the fixture's weights with an edited header.
     fn weights(edit: impl FnOnce(&mut serde_json::Value, usize)) -> Vec<u8> {
         let file = std::fs::read(on_disk("tests/fixtures/gqa/model.safetensors")).unwrap();
         let (length, rest) = file.split_first_chunk::<8>().unwrap();

@@ -1,10 +1,10 @@
-//! Models of named shapes with random weights, for benchmarks: as fast as real ones, and as large once they
-//! are on a device.
+//! Synthetic models of named shapes with random weights, for benchmarks: as fast as real ones, and as large
+//! once they are on a device.
 //!
-//! All matrices are windows onto one buffer: a block of random numbers, repeated as far as the largest matrix
-//! needs. So a model of any size is there at once and takes the memory of its largest matrix, until a device
-//! copies each tensor out. The block's length is prime, so that rows differ, and each tensor begins at
-//! another place of it, so that layers differ.
+//! All matrices are windows onto one buffer: a block of random numbers, repeated up to the size of the
+//! largest matrix. So a model of any size opens at once and takes the memory of its largest matrix, until a
+//! device copies each tensor. The block's length is prime, so that rows differ, and each tensor begins at a
+//! different offset, so that layers differ.
 //!
 //! Invariant: a shape's weights are the same each time.
 
@@ -18,21 +18,21 @@ use serde_json::json;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Numbers in the block; a prime.
+/// Length of the random block; a prime.
 const BLOCK: usize = 1_000_003;
 
-/// How far into the block each tensor begins after the one before it; no divisor of [`BLOCK`].
+/// Distance in the block between the starts of consecutive tensors; not a divisor of [`BLOCK`].
 const STRIDE: usize = 7_919;
 
-/// Standard deviation of the random numbers, which are even between two bounds.
+/// Standard deviation of the random numbers, which are uniformly distributed.
 const STD: f32 = 0.02;
 
 const KEY: [u32; 2] = [0x5eed, 0];
 
-/// The sizes of a Llama-like model. Each head has `hidden / heads` numbers.
+/// The sizes of a Llama-like model. Heads have a width of `hidden / heads`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
-    /// The usual name, a count of parameters.
+    /// Name of the shape, a number of parameters.
     pub name: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -47,7 +47,7 @@ pub struct Shape {
     /// Longest sequence, in tokens.
     pub context: usize,
     pub rope_theta: f64,
-    /// The head is the embedding again.
+    /// Whether the head's matrix is the embedding table.
     pub tied: bool,
     /// Number format of the weights.
     pub ty: QuantType,
@@ -92,12 +92,12 @@ const LLAMA_3_2_1B: Shape =
 const LLAMA_3_2_3B: Shape =
     Shape { name: "3B", hidden: 3_072, layers: 28, heads: 24, ffn: 8_192, tied: true, ..LLAMA_3_1_8B };
 
-/// Every named shape. Contexts beyond what a machine has memory for are cut by configuration.
+/// All named shapes. Contexts that do not fit into a machine's memory are limited by configuration.
 pub const SHAPES: [Shape; 6] =
     [STORIES_110M, TINY_LLAMA_1_1B, LLAMA_3_2_1B, LLAMA_3_2_3B, LLAMA_2_7B, LLAMA_3_1_8B];
 
 impl Shape {
-    /// The shape called `name`, or with a number format `name:f32`, `name:bf16`; F16 when it is left out.
+    /// Parses the name of a shape, optionally with a number format: `name:f32`, `name:bf16`. Default: F16.
     pub fn named(name: &str) -> Result<Shape> {
         let (shape, ty) = match name.split_once(':') {
             Some((shape, ty)) => (shape, Some(ty)),
@@ -105,29 +105,29 @@ impl Shape {
         };
         let Some(found) = SHAPES.iter().find(|known| known.name.eq_ignore_ascii_case(shape)) else {
             let known = SHAPES.map(|shape| shape.name).join(", ");
-            bail!("there is no synthetic model '{shape}' (known: {known})");
+            bail!("unknown synthetic model '{shape}' (known: {known})");
         };
         let ty = match ty {
             None => found.ty,
             Some(ty) => QuantType::by_name(ty).filter(|ty| !ty.is_blocked()).with_context(|| {
                 let known = QuantType::unblocked().map(QuantType::name).collect::<Vec<_>>().join(", ");
-                format!("there is no number format '{ty}' for a synthetic model (known: {known})")
+                format!("unknown number format '{ty}' for a synthetic model (known: {known})")
             })?,
         };
         Ok(Shape { ty, ..*found })
     }
 
-    /// What stands for the model's path, in errors.
+    /// Returns the model's name in place of a path, for error messages.
     pub fn path(&self) -> PathBuf {
         self.to_string().into()
     }
 
-    /// The specification `file` with the numbers of this shape.
+    /// Resolves the specification `file` with the sizes of this shape.
     pub fn resolve(&self, file: SpecFile) -> Result<ModelSpec> {
         file.resolve(&self.config(&self.path()), &|_| true)
     }
 
-    /// Random matrices, and vectors of ones, for all that `spec` needs.
+    /// Returns a checkpoint with random matrices and vectors of ones for all tensors that `spec` requires.
     pub fn checkpoint(&self, spec: &ModelSpec) -> Checkpoint {
         let needed: Vec<_> = tensors::needed(spec)
             .into_iter()
@@ -145,7 +145,7 @@ impl Shape {
         Checkpoint::from_buffer(&self.path(), buffer, self.ty, tensors)
     }
 
-    /// The sizes under the names that config.json has for them.
+    /// Returns the sizes under the names that config.json uses.
     fn config(&self, path: &Path) -> HubConfig {
         let entries = json!({
             "vocab_size": self.vocab,
@@ -162,7 +162,7 @@ impl Shape {
         HubConfig::from_entries(path, entries)
     }
 
-    /// `random` numbers, the block again and again, and after them `ones`.
+    /// Returns the buffer: the block repeated to `random` numbers, followed by `ones` ones.
     fn numbers(&self, random: usize, ones: usize) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes(random + ones)];
         let (random_bytes, one_bytes) = bytes.split_at_mut(self.bytes(random));
@@ -177,18 +177,18 @@ impl Shape {
     }
 
     fn bytes(&self, numbers: usize) -> usize {
-        self.ty.bytes(numbers).expect("the shape's numbers can be counted; this is a bug")
+        self.ty.bytes(numbers).expect("the shape's sizes do not overflow; this is a bug")
     }
 }
 
 impl fmt::Display for Shape {
-    /// As [`super::ModelRef::parse`] reads it.
+    /// Writes the name that [`super::ModelRef::parse`] accepts.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}:{}", super::source::SYNTHETIC, self.name, self.ty)
     }
 }
 
-/// The block of random numbers.
+/// Returns the block of random numbers.
 fn block() -> Vec<f32> {
     let bound = STD * 3f32.sqrt();
     let number = |word: u32| bound * (2.0 * (word >> 8) as f32 / (1 << 24) as f32 - 1.0);
@@ -222,8 +222,8 @@ mod tests {
         assert_eq!(Shape::named("1.1B").unwrap(), SHAPES[1]);
         assert_eq!(Shape::named("8b:BF16").unwrap(), Shape { ty: QuantType::BF16, ..SHAPES[5] });
         for shape in SHAPES {
-            let said = shape.to_string();
-            assert_eq!(Shape::named(said.strip_prefix("synthetic:").unwrap()).unwrap(), shape);
+            let shown = shape.to_string();
+            assert_eq!(Shape::named(shown.strip_prefix("synthetic:").unwrap()).unwrap(), shape);
         }
         let cases = [("2B", "'2B' (known: 110M, 1.1B, 1B, 3B, 7B, 8B)"), ("8B:q8_0", "'q8_0'"), ("", "''")];
         for (name, reason) in cases {
@@ -232,7 +232,8 @@ mod tests {
         }
     }
 
-    /// In billions. The models that 110M and 1B are named after count a shared matrix once, or not at all.
+    /// Parameter counts in billions. The models after which 110M and 1B are named count a shared matrix once,
+    /// or not at all.
     #[test]
     fn shapes_have_the_parameters_that_their_names_say() {
         let counts = [0.134, 1.100, 1.236, 3.213, 6.738, 8.030];

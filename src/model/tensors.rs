@@ -1,7 +1,7 @@
-//! Which tensors a specification needs, held against those a checkpoint has.
+//! Checks the tensors of a checkpoint against those that a specification requires.
 //!
-//! Invariant: after [`check`] every needed tensor is there with its shape, every other one is listed as ignored,
-//! and so every size of the specification is bounded by the files.
+//! Invariant: after [`check`] every required tensor exists with its shape, and every other one is ignored
+//! explicitly. So every size in the specification is bounded by the files.
 
 use super::pieces as parts;
 use super::spec::{
@@ -13,19 +13,19 @@ use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Checks both ways, and that what is needed is in a number format that can be computed with. Errors name
-/// `path` and the tensors.
+/// Checks for missing and unknown tensors, and that the required ones have a supported number format. Errors
+/// name `path` and the tensors.
 pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<()> {
     let path = path.display();
     let (mut missing, mut named) = (Vec::new(), HashSet::new());
     let mut used = HashSet::new();
-    // Parts of one tensor each say what shape they take it to have.
+    // Each slice of a tensor states the shape that it expects.
     for piece in pieces(spec) {
         match checkpoint.tensor(&piece.name) {
             None if !named.insert(piece.name.as_str()) => {}
             None => missing.push(piece.name.clone()),
             Some(tensor) if !fits(tensor.shape, &piece.shape) => bail!(
-                "{}: tensor '{}' has shape {:?}, but configuration and specification make it {:?}",
+                "{}: tensor '{}' has shape {:?}, but configuration and specification require {:?}",
                 tensor.file.display(),
                 piece.name,
                 tensor.shape,
@@ -47,18 +47,18 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
             || checkpoint.scales_activations(name)
     };
     let unknown: Vec<String> = checkpoint.names().filter(|name| !is_known(name)).map(str::to_owned).collect();
-    ensure!(unknown.is_empty(), "{path}: the specification has no use for {}", some_of(&unknown));
+    ensure!(unknown.is_empty(), "{path}: the specification does not use {}", some_of(&unknown));
     Ok(())
 }
 
-/// Whether a stored shape is the one that is needed. A vector may be stored as a matrix of one row, and that as a
-/// vector.
+/// Returns whether a stored shape is the required one. A vector may be stored as a matrix of one row, and
+/// vice versa.
 fn fits(stored: &[usize], needed: &[usize]) -> bool {
     let row = |matrix: &[usize], vector: &[usize]| matches!((matrix, vector), ([1, a], [b]) if a == b);
     stored == needed || row(stored, needed) || row(needed, stored)
 }
 
-/// Every needed tensor once, as the first part that is needed of it says.
+/// Returns every required tensor once, as its first slice.
 pub fn needed(spec: &ModelSpec) -> Vec<&Piece> {
     let mut seen = HashSet::new();
     let mut all = pieces(spec);
@@ -66,7 +66,7 @@ pub fn needed(spec: &ModelSpec) -> Vec<&Piece> {
     all
 }
 
-/// Everything that is needed, in the order of loading.
+/// Returns all required slices, in the order of loading.
 pub fn pieces(spec: &ModelSpec) -> Vec<&Piece> {
     let mut all = Vec::new();
     spec.stacks().for_each(|stack| of_stack(stack, &mut all));
@@ -142,7 +142,7 @@ fn of_linears<'a>(linears: impl IntoIterator<Item = &'a LinearSpec>, all: &mut V
     all.extend(linears.into_iter().flat_map(|linear| [&linear.weight].into_iter().chain(&linear.bias)));
 }
 
-/// A tied head is often stored all the same; the embedding is what counts.
+/// Returns whether `name` is a separate matrix of a tied head: it is often stored, but the embedding is used.
 pub fn is_tied_head(spec: &ModelSpec, name: &str) -> bool {
     spec.last_stack().head.as_ref().is_some_and(|head| head.unused_names.iter().any(|unused| unused == name))
 }

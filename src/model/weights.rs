@@ -1,19 +1,20 @@
-//! Which number format each matrix is loaded in, where that is not the one it is stored in.
+//! Rules for the number format in which each matrix is loaded.
 //!
-//! A list of rules, of which the first that fits a matrix counts: `PATTERN=TYPE` for tensors whose name or role the pattern
-//! fits (`*` stands for any run of characters), and at last `TYPE` for all others. What the last rule says is for matrices that
-//! products stream: embeddings and heads, on which more depends, get 8 bits where it says fewer, and it makes nothing larger.
+//! Rules are a list, of which the first match applies: `PATTERN=TYPE` for tensors whose name or role matches
+//! the pattern (`*` matches any text), and finally `TYPE` for all others. The last rule is meant for the
+//! matrices that GEMMs stream: embeddings and heads, which are more sensitive, are loaded with at least 8
+//! bits, and no matrix becomes larger than stored.
 //!
-//! Invariant: vectors and tables by position stay as they are stored, routers and small matrices do whatever the last rule says;
-//! so does a matrix whose rows are no whole number of the format's blocks.
+//! Invariant: vectors and position tables stay as they are stored. Routers and small matrices are not subject
+//! to the last rule, nor is a matrix whose rows are not whole blocks of the format.
 
 use super::spec::Piece;
 use mainstem_kernels::QuantType;
 
-/// Numbers below which a matrix is not worth another format.
+/// Number of elements below which a matrix is not worth converting.
 const SMALL: usize = 1 << 14;
 
-/// The rules. None: everything stays as it is stored.
+/// A list of rules. An empty list keeps everything as it is stored.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Weights {
     named: Vec<(String, QuantType)>,
@@ -21,16 +22,16 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads rules separated by commas. The error says what is wrong with which.
+    /// Parses rules separated by commas. The error names the invalid rule and the reason.
     pub fn parse(text: &str) -> Result<Weights, String> {
         let mut weights = Weights::default();
         for rule in text.split(',').map(str::trim).filter(|rule| !rule.is_empty()) {
             if weights.others.is_some() {
-                return Err(format!("'{rule}' comes after the rule for all others, and would never count"));
+                return Err(format!("'{rule}' comes after the rule for all others and would never apply"));
             }
             match rule.split_once('=') {
                 Some((pattern, _)) if pattern.trim().is_empty() => {
-                    return Err(format!("'{rule}' has no pattern, and would never count"));
+                    return Err(format!("'{rule}' has no pattern and would never apply"));
                 }
                 Some((pattern, ty)) => weights.named.push((pattern.trim().to_owned(), type_of(ty.trim())?)),
                 None => weights.others = Some(type_of(rule)?),
@@ -39,30 +40,31 @@ impl Weights {
         Ok(weights)
     }
 
-    /// A rule by pattern that counts for none of these pieces, because it fits none or others come first.
+    /// Returns the first pattern that applies to none of these slices, because it matches none or earlier
+    /// rules take precedence.
     pub fn idle(&self, pieces: &[&Piece]) -> Option<&str> {
-        let used: Vec<_> = pieces.iter().filter_map(|piece| self.named(piece)).collect();
+        let used: Vec<_> = pieces.iter().filter_map(|piece| self.matching_rule(piece)).collect();
         let mut patterns = (0..).zip(&self.named);
         patterns.find(|(number, _)| !used.contains(number)).map(|(_, (pattern, _))| pattern.as_str())
     }
 
-    /// The number of the first rule whose pattern fits.
-    fn named(&self, piece: &Piece) -> Option<usize> {
+    /// Returns the index of the first rule whose pattern matches.
+    fn matching_rule(&self, piece: &Piece) -> Option<usize> {
         self.named.iter().position(|(pattern, _)| {
             [piece.name.as_str(), piece.role, &piece.pattern].iter().any(|text| matches(pattern, text))
         })
     }
 
-    /// The format to load a matrix (out, inp) in that is stored as `stored`.
+    /// Returns the format in which to load a matrix (n, k) that is stored as `stored`.
     pub fn of(&self, piece: &Piece, stored: QuantType, shape: &[usize]) -> QuantType {
-        let [out, inp] = *shape else { return stored };
+        let [n, k] = *shape else { return stored };
         if is_made_over(piece.role) {
             return stored;
         }
-        let fits = |ty: QuantType| ty.bytes(inp).is_some();
-        match (self.named(piece).map(|number| self.named[number].1), self.others) {
+        let fits = |ty: QuantType| ty.bytes(k).is_some();
+        match (self.matching_rule(piece).map(|number| self.named[number].1), self.others) {
             (Some(ty), _) if fits(ty) => ty,
-            (None, Some(ty)) if out * inp >= SMALL && !is_delicate(piece.role) => {
+            (None, Some(ty)) if n * k >= SMALL && !is_delicate(piece.role) => {
                 let ty = if is_table(piece.role) && ty.bits() < 8.0 { QuantType::Q8_0 } else { ty };
                 if fits(ty) && ty.bits() < stored.bits() { ty } else { stored }
             }
@@ -75,26 +77,26 @@ fn is_table(role: &str) -> bool {
     matches!(role, "embedding" | "head")
 }
 
-/// What few numbers depend on much.
+/// Returns whether a small matrix has a large influence on the result.
 fn is_delicate(role: &str) -> bool {
     matches!(role, "router" | "shared_router")
 }
 
-/// What is no matrix any more when it is loaded, or has others added: no rule is for these.
+/// Returns whether a tensor is combined with others or converted at loading, so that no rule applies.
 fn is_made_over(role: &str) -> bool {
     matches!(role, "positions" | "token_types" | "relative_bias")
 }
 
-/// A format that is written, by any of its names.
+/// Parses a number format that can be written.
 fn type_of(name: &str) -> Result<QuantType, String> {
     let written = |ty: &QuantType| ty.row().quantize.is_some();
     QuantType::by_name(name).filter(written).ok_or_else(|| {
         let known: Vec<&str> = QuantType::all().filter(written).map(QuantType::name).collect();
-        format!("there is no number format '{name}' to load weights in (known: {})", known.join(", "))
+        format!("unknown number format '{name}' for weights (known: {})", known.join(", "))
     })
 }
 
-/// Whether the whole of `text` fits the pattern.
+/// Returns whether the pattern matches all of `text`.
 fn matches(pattern: &str, text: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == text,
@@ -136,7 +138,7 @@ mod tests {
         }
     }
 
-    /// For each exception a matrix that only it keeps from its rule.
+    /// Tests each exception with a matrix that only this exception excludes from its rule.
     #[test]
     fn the_first_rule_that_fits_counts_and_exceptions_stay() {
         use QuantType::*;
@@ -148,13 +150,13 @@ mod tests {
             ("down", "a.x", F16, &large, Q6_B64T1),
             ("down", "x", F16, &large, Q8_0),
             ("q", "x.b", F16, &large, Q4_K),
-            // Rows that are no whole blocks of the named format.
+            // Rows that are not whole blocks of the requested format.
             ("q", "x.b", F16, &[256, 320], F16),
             ("q", "x", F16, &[256, 48], F16),
-            // Small, but named.
+            // Small, but matched by a pattern.
             ("q", "x", F16, &[64, 64], F16),
             ("q", "a.x", F16, &[64, 64], Q6_B64T1),
-            // Never larger than stored, but by name.
+            // Never larger than stored, except by a pattern.
             ("q", "x", Q4_0, &large, Q4_0),
             ("down", "x", Q4_0, &large, Q8_0),
             ("embedding", "x", F16, &large, Q8_0),
@@ -189,7 +191,7 @@ mod tests {
 
     #[test]
     fn rules_that_mean_nothing_are_refused() {
-        for (rules, told) in [
+        for (rules, named) in [
             ("q9", "'q9'"),
             ("q4,head=q8", "'head=q8'"),
             ("head=", "''"),
@@ -197,7 +199,7 @@ mod tests {
             ("iq4_nl", "'iq4_nl'"),
         ] {
             let error = Weights::parse(rules).unwrap_err();
-            assert!(error.contains(told), "{error}");
+            assert!(error.contains(named), "{error}");
         }
         assert_eq!(Weights::parse(" ").unwrap(), Weights::default());
     }

@@ -1,6 +1,6 @@
-//! Which layers and heads each device holds, to show: the table of Shi et al. 2024, section 4.
+//! Reports which layers and heads each device holds: the table of Shi et al. 2024, section 4.
 //!
-//! Invariant: ranges are counted from 1 and have both their ends, as the paper's are.
+//! Invariant: ranges start at 1 and include both ends, as in the paper.
 
 use crate::model::partition::Partition;
 use crate::model::shard::Shard;
@@ -9,29 +9,29 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::ops::Range;
 
-/// What one device holds.
+/// The layers and heads that one device holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Assigned {
     pub device: String,
-    /// From 1.
+    /// Stage number, from 1.
     pub stage: usize,
-    /// Its place among the stage's members, from 0.
+    /// Rank within the stage, from 0.
     pub rank: usize,
-    /// Members of the stage.
+    /// Number of ranks of the stage.
     pub members: usize,
     pub encoder_layers: Option<Span>,
-    /// Of the decoder, or of a lone encoder.
+    /// Layers of the decoder, or of an encoder-only model.
     pub layers: Option<Span>,
-    /// Query heads of each layer; where layers differ, of its first.
+    /// Query heads of each layer; if layers differ, of the first.
     pub heads: Option<Span>,
 }
 
-/// From the first to the last, both counted; `[1, 20]`.
+/// A range that includes both ends, shown as `[1, 20]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span(pub usize, pub usize);
 
 impl Span {
-    /// `None` of nothing.
+    /// Converts a range that starts at 0 and excludes its end; `None` if it is empty.
     fn of(range: &Range<usize>) -> Option<Span> {
         (!range.is_empty()).then(|| Span(range.start + 1, range.end))
     }
@@ -50,7 +50,7 @@ impl Serialize for Span {
 }
 
 impl fmt::Display for Assigned {
-    /// The layers and the heads.
+    /// Writes the layers and heads.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layers = match self.encoder_layers {
             Some(_) => "decoder layers",
@@ -62,7 +62,7 @@ impl fmt::Display for Assigned {
     }
 }
 
-/// What each device holds, stage by stage, by rank, where a shard has so many query `heads`.
+/// Returns what each device holds, by stage and rank. `heads` returns the number of query heads of a shard.
 pub fn assignment(
     spec: &ModelSpec,
     partition: &Partition,
@@ -108,7 +108,7 @@ mod tests {
         all.map(|row| format!("{}: {row}", row.device)).collect()
     }
 
-    /// The paper's table, for 40 layers with 32 heads.
+    /// The table of the paper, for 40 layers with 32 heads.
     #[test]
     fn table_4() {
         let [.., seven_b, _] = SHAPES;

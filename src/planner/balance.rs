@@ -1,41 +1,45 @@
-//! Layers dealt out to stages, in order, so that the slowest stage is as fast as can be.
+//! Distributes layers to stages, in order, so that the slowest stage is as fast as possible.
 //!
-//! A pipeline is as fast as its slowest stage. `least[s][n]` is the time of the slowest of s stages that hold the first n
-//! layers; the last of them holds those from some k on, so
+//! A pipeline is as fast as its slowest stage. `least[s][n]` is the minimal time of the slowest of s stages
+//! that hold the first n layers; the last of these stages holds the layers from some k on, so
 //!
 //! ```text
 //! least[s][n] = min over k of max(least[s - 1][k], time(s, k..n))
 //! ```
 //!
-//! Many splits may reach it; of these, the one with the smallest sum of squared times is taken, which is the most even.
-//! Invariant: every layer is in one stage, every stage has one at least, and none has more than its memory holds.
+//! Several splits may reach the minimum; of these, the one with the smallest sum of squared times is chosen,
+//! which is the most even.
+//!
+//! Invariant: every layer is in one stage, every stage has at least one, and none has more than its memory
+//! holds.
 
 use std::ops::Range;
 
-/// How many layers each stage gets, where a stage takes `time` for some of them, infinite where they do not fit; `None` if
-/// there are fewer layers than stages, or nothing fits.
+/// Returns the number of layers of each stage. `time` returns the time of a stage for a range of layers,
+/// infinite if they do not fit. Returns `None` if there are fewer layers than stages, or nothing fits.
 pub fn balanced(
     layers: usize,
     stages: usize,
     time: impl Fn(usize, Range<usize>) -> f64,
 ) -> Option<Vec<usize>> {
     let times = Times { layers, stages, time };
-    let slowest = times.best(f64::INFINITY, f64::max)?.0;
-    // Sums differ in their last bits by the order they were made in.
+    let slowest = times.best_split(f64::INFINITY, f64::max)?.0;
+    // Sums differ in their last bits depending on the order of addition.
     let bound = slowest * (1.0 + 1e-9);
-    times.best(bound, |sum, time| sum + time * time).map(|(_, counts)| counts)
+    times.best_split(bound, |sum, time| sum + time * time).map(|(_, counts)| counts)
 }
 
 struct Times<F> {
     layers: usize,
     stages: usize,
-    /// Of a stage with these layers.
+    /// Returns the time of a stage with these layers.
     time: F,
 }
 
 impl<F: Fn(usize, Range<usize>) -> f64> Times<F> {
-    /// The split whose stages' times, none above `bound`, `join` to the least; with what they join to.
-    fn best(&self, bound: f64, join: impl Fn(f64, f64) -> f64) -> Option<(f64, Vec<usize>)> {
+    /// Returns the split that minimizes the times of its stages, combined with `join`, where no stage exceeds
+    /// `bound`; with the combined time.
+    fn best_split(&self, bound: f64, join: impl Fn(f64, f64) -> f64) -> Option<(f64, Vec<usize>)> {
         let Times { layers, stages, .. } = *self;
         let mut least = vec![f64::INFINITY; layers + 1];
         least[0] = 0.0;
@@ -59,7 +63,7 @@ impl<F: Fn(usize, Range<usize>) -> f64> Times<F> {
     }
 }
 
-/// Walks back from the last layer: where each stage begins, by where it ends.
+/// Walks back from the last layer through the first layers of the stages, and returns the layer counts.
 fn counts(begins: &[Vec<usize>], layers: usize) -> Vec<usize> {
     let mut counts = Vec::with_capacity(begins.len());
     let mut end = layers;
@@ -76,14 +80,14 @@ mod tests {
     use super::*;
     use mainstem_kernels::random::philox;
 
-    /// What a layer costs.
+    /// The cost of a layer.
     #[derive(Clone, Copy, Debug)]
     struct Cost {
         work: f64,
         bytes: f64,
     }
 
-    /// What a stage can do.
+    /// The speed and memory of a stage.
     #[derive(Clone, Copy, Debug)]
     struct Room {
         speed: f64,
@@ -105,7 +109,7 @@ mod tests {
 
     const ROOM: Room = Room { speed: 1.0, memory: f64::INFINITY };
 
-    /// Every way to deal `layers` out to `stages`.
+    /// Returns every distribution of `layers` to `stages`.
     fn all_splits(layers: usize, stages: usize) -> Vec<Vec<usize>> {
         if stages == 1 {
             return vec![vec![layers]];
@@ -117,7 +121,7 @@ mod tests {
         (1..=layers + 1 - stages).flat_map(with_first).collect()
     }
 
-    /// Time of the slowest stage; `None` if a stage holds too much.
+    /// Returns the time of the slowest stage; `None` if a stage holds too much.
     fn slowest(split: &[usize], layers: &[Cost], stages: &[Room]) -> Option<f64> {
         let (mut at, mut slowest) = (0, 0f64);
         for (count, room) in split.iter().zip(stages) {
@@ -170,7 +174,7 @@ mod tests {
         let layers = vec![cost(1.0); 10];
         assert_eq!(dealt(&layers, &[ROOM; 4]).map(|counts| counts.iter().sum()), Some(10));
         assert_eq!(dealt(&layers, &[ROOM; 2]), Some(vec![5, 5]));
-        // The head makes the last stage take 6 whatever the others do: they are even all the same.
+        // The head makes the last stage take 6 in any case; the others are split evenly all the same.
         let mut headed = layers.clone();
         headed[9] = cost(6.0);
         assert_eq!(dealt(&headed, &[ROOM; 4]), Some(vec![3, 3, 3, 1]));

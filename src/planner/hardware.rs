@@ -1,4 +1,4 @@
-//! Devices and the links between them, as numbers.
+//! Speeds and sizes of devices and of the links between them.
 //!
 //! Invariant: every speed is positive.
 
@@ -6,67 +6,68 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use std::path::Path;
 
-/// One device.
+/// A device, described by its speeds and memory size.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Device {
-    /// Bytes of memory read in a second.
+    /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Additions and multiplications in a second.
+    /// Floating-point operations per second.
     pub flops: f64,
-    /// Bytes; infinite where it is not known.
+    /// Memory size in bytes; infinite if unknown.
     pub memory: f64,
-    /// Seconds that an operation takes beside its arithmetic: a launch, a round of its threads.
+    /// Overhead of an operation in seconds: a kernel launch or a synchronization of threads.
     pub op_seconds: f64,
 }
 
-/// A way between devices.
+/// A link between devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Seconds that a message takes however short it is, waiting for each other included.
+    /// Latency of a message in seconds, including synchronization.
     pub latency: f64,
-    /// Bytes in a second.
+    /// Bandwidth in bytes per second.
     pub bandwidth: f64,
 }
 
-/// A memory that devices share; infinite where each has its own.
+/// A memory that all devices share; infinite if each device has its own.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Together {
-    /// Bytes read in a second.
+    /// Bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Bytes.
+    /// Size in bytes.
     pub memory: f64,
 }
 
 impl Together {
-    /// Each device has a memory of its own.
+    /// No shared memory: each device has its own.
     pub const NOTHING: Together = Together { bandwidth: f64::INFINITY, memory: f64::INFINITY };
 }
 
-/// All of a machine that decides how fast a partition is.
+/// The properties of a machine that determine how fast a partition is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hardware {
-    /// What it is called in reports.
+    /// Name in reports.
     pub name: String,
-    /// Each device; the last stands for all further ones.
+    /// The devices; the last one also stands for all further ones.
     pub devices: Vec<Device>,
-    /// What all devices have together, where they share a memory.
+    /// The memory that all devices share, if they do.
     pub together: Together,
-    /// Between the members of a stage.
+    /// Link between the ranks of a stage.
     pub within: Link,
-    /// Between one stage and the next.
+    /// Link from one stage to the next.
     pub between: Link,
-    /// Seconds of a step outside of all devices.
+    /// Time of a step outside of all devices, in seconds.
     pub turn_seconds: f64,
 }
 
 impl Link {
-    /// Seconds that a message of so many bytes takes.
+    /// Returns the time to send `bytes` bytes, in seconds.
     pub fn seconds(&self, bytes: f64) -> f64 {
         self.latency + bytes / self.bandwidth
     }
 }
 
-/// Four Tesla V100 on PCIe 3 x16, the machine of Shi et al. 2024, Table 5, by its makers' figures.
+/// Returns four Tesla V100 on PCIe 3 x16, the machine of Shi et al. 2024, Table 5, with the manufacturer's
+/// figures.
 pub fn v100x4() -> Hardware {
     let link = Link { latency: 50e-6, bandwidth: 12e9 };
     Hardware {
@@ -80,13 +81,13 @@ pub fn v100x4() -> Hardware {
 }
 
 impl Hardware {
-    /// The device with that number.
+    /// Returns the device with that number.
     pub fn device(&self, number: usize) -> Device {
-        let last = self.devices.last().expect("hardware has a device; anything else is a bug");
+        let last = self.devices.last().expect("hardware has a device; this is a bug");
         *self.devices.get(number).unwrap_or(last)
     }
 
-    /// What the file says. Errors name it, and the key.
+    /// Reads a hardware file. Errors name the file and the key.
     pub fn read(path: &Path) -> Result<Hardware> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -97,28 +98,28 @@ impl Hardware {
     }
 
     fn check(&self) -> Result<()> {
-        ensure!(!self.devices.is_empty(), "device: at least one [[device]] is needed");
+        ensure!(!self.devices.is_empty(), "device: at least one [[device]] is required");
         let positive = |what: &str, value: f64| {
-            ensure!(value > 0.0, "{what} must be more than 0");
+            ensure!(value > 0.0, "{what} must be positive");
             Ok(())
         };
         for device in &self.devices {
             positive("device.bandwidth_gb_s", device.bandwidth)?;
             positive("device.tflops", device.flops)?;
             positive("device.memory_gb", device.memory)?;
-            ensure!(device.op_seconds >= 0.0, "device.op_us must not be less than 0");
+            ensure!(device.op_seconds >= 0.0, "device.op_us must not be negative");
         }
         positive("together_gb_s", self.together.bandwidth)?;
         positive("together_gb", self.together.memory)?;
         for (name, link) in [("within", self.within), ("between", self.between)] {
             positive(&format!("{name}.bandwidth_gb_s"), link.bandwidth)?;
-            ensure!(link.latency >= 0.0, "{name}.latency_us must not be less than 0");
+            ensure!(link.latency >= 0.0, "{name}.latency_us must not be negative");
         }
         Ok(())
     }
 }
 
-/// The file, in the units that data sheets have.
+/// A hardware file, in the units of data sheets.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -200,7 +201,7 @@ mod tests {
         let device = "[[device]]\nbandwidth_gb_s = 0\ntflops = 1\n";
         for (name, text, part) in [
             ("none", format!("device = []\n{LINKS}"), "at least one [[device]]"),
-            ("zero", format!("{device}{LINKS}"), "device.bandwidth_gb_s must be more than 0"),
+            ("zero", format!("{device}{LINKS}"), "device.bandwidth_gb_s must be positive"),
             ("typo", format!("{}{LINKS}", device.replace("tflops", "tflop")), "tflop"),
         ] {
             let error = read(name, &text).unwrap_err();

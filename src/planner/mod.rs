@@ -1,8 +1,10 @@
-//! Where a model goes: which device holds which part of it, and how fast it will be there.
+//! Plans where a model runs: which device holds which part of it, and how fast it will be.
 //!
-//! A model is only sizes here ([`shape`]), and a device only speeds ([`hardware`]). From them come the default split
-//! ([`balance`], [`split`]; [`opened`] for a model's files) and a forecast of any split's speed ([`speed`]).
-//! Invariant: nothing is opened, allocated or measured; the same numbers give the same plan.
+//! A model is described by its sizes ([`shape`]), a device by its speeds ([`hardware`]). They determine the
+//! default split ([`balance`], [`split`]; [`model_source`] for an opened model) and a forecast of any split's
+//! speed ([`speed`]).
+//!
+//! Invariant: nothing is opened, allocated or measured; the same inputs give the same plan.
 
 pub mod shape;
 

@@ -1,6 +1,6 @@
-//! An opened model as the planner sees it: its sizes, and where it can be cut.
+//! Plans for an opened model: its sizes, and the limits of its splits.
 //!
-//! Invariant: none of its weights is touched.
+//! Invariant: none of the model's weights is read.
 
 use super::assignment::{self, Assigned};
 use super::shape::ModelShape;
@@ -12,27 +12,28 @@ use crate::model::source::ModelSource;
 use crate::model::spec::ModelSpec;
 use mainstem_kernels::QuantType;
 
-/// Its sizes, with a cache of that type.
+/// Returns the sizes of a model with a KV cache of the format `kv`.
 pub fn shape(source: &ModelSource, kv: QuantType) -> ModelShape {
     ModelShape::of_spec(&source.name(), &source.spec, |piece| source.loaded_as(piece), kv)
 }
 
-/// Divides it as `config` asks; what that leaves open goes by what the devices are.
+/// Splits a model as configured by `config`. What the configuration leaves open is chosen by the speed and
+/// memory of the devices.
 pub fn partition(
     source: &ModelSource,
     config: &DeviceConfig,
     place: impl Fn(&DeviceName) -> Place,
 ) -> Result<Partition, Refusal> {
-    // The cache is no matter of the split: it is divided as the layers are.
+    // The cache format does not affect the split, because the cache is split like the layers.
     split::partition(config, &shape(source, QuantType::F16), place, |shard| fits(source, shard))
 }
 
-/// What each device holds, stage by stage, by rank.
+/// Returns what each device holds, by stage and rank.
 pub fn assigned(source: &ModelSource, partition: &Partition) -> Vec<Vec<Assigned>> {
     assignment::assignment(&source.spec, partition, |shard| heads(source, shard))
 }
 
-/// Whether the shard's part of the model can be made.
+/// Checks that the shard's part of the model is possible.
 pub fn fits(source: &ModelSource, shard: &Shard) -> Result<(), Unfit> {
     let why = match source.part(shard) {
         Ok(_) => return Ok(()),
@@ -42,12 +43,12 @@ pub fn fits(source: &ModelSource, shard: &Shard) -> Result<(), Unfit> {
         shard::Refusal::Members { most, reason, .. } => Unfit { reason, members_max: most },
         shard::Refusal::Layers(reason) => Unfit { reason, members_max: source.members_max(shard) },
         shard::Refusal::Share(rank) => {
-            Unfit { reason: format!("the share of number {rank} is 0"), members_max: shard.members() }
+            Unfit { reason: format!("the share of rank {rank} is 0"), members_max: shard.members() }
         }
     })
 }
 
-/// Query heads of the shard's first layer.
+/// Returns the number of query heads of the shard's first layer.
 fn heads(source: &ModelSource, shard: &Shard) -> usize {
     let part = source.part(shard).ok();
     let first = part.iter().flat_map(ModelSpec::stacks).flat_map(|stack| &stack.layers).next();

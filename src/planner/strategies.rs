@@ -1,20 +1,20 @@
-//! The partitions of a number of devices that are worth comparing.
+//! Lists the partitions of a model over the configured devices that are worth comparing.
 //!
-//! Invariant: each has all the devices, in order, and no stage has two kinds of them.
+//! Invariant: each partition uses all devices, in order, and no stage has devices of two kinds.
 
 use crate::config::{DeviceConfig, DeviceName, Groups};
 
-/// A way to divide a model among devices.
+/// A split of a model over devices.
 #[derive(Clone, Debug)]
 pub struct Strategy {
-    /// `layer-wise`, `tensor-wise`, `hybrid`, or `single`.
+    /// Name: `layer-wise`, `tensor-wise`, `hybrid`, or `single`.
     pub name: &'static str,
     pub device: DeviceConfig,
-    /// It is the one that is configured.
+    /// Whether this is the configured strategy.
     pub is_configured: bool,
 }
 
-/// Every even way to divide a model among the configured devices, and the configured one if it is another.
+/// Returns every even split of the configured devices, and the configured one if it differs.
 pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
     let devices: Vec<DeviceName> = configured.devices().copied().collect();
     let strategy = |groups: Groups| Strategy {
@@ -30,8 +30,8 @@ pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
     all
 }
 
-/// n stages of m members, for every n x m that makes up the number of devices, from all stages to one; but those in which
-/// devices of two kinds would share a stage.
+/// Returns the groups of n stages with m ranks for every n x m that equals the number of devices, from most
+/// stages to one, except those with devices of different kinds in a stage.
 fn even(devices: &[DeviceName]) -> Vec<Groups> {
     let divides = |members: &usize| devices.len().is_multiple_of(*members);
     let ways = (1..=devices.len()).filter(divides);
@@ -43,7 +43,7 @@ fn is_of_one_kind(stage: &[DeviceName]) -> bool {
     stage.iter().all(|device| device.kind == stage[0].kind)
 }
 
-/// What a partition into these groups is called.
+/// Returns the name of a partition into these groups.
 fn name(groups: &Groups) -> &'static str {
     match (groups.len(), groups.iter().map(Vec::len).max().unwrap_or(0)) {
         (1, 1) => "single",
@@ -108,7 +108,7 @@ mod tests {
         };
         let (layers, tensors) = ("cpu:0;cpu:1", "cpu:0&cpu:1");
         assert_eq!(shown(&[("device.groups", "0&1")]), [way(layers, &[], false), way(tensors, &[], true)]);
-        // As evenly divided as the program would.
+        // Equal shares are the same as the default split.
         let equal = [("device.groups", "0&1"), ("device.shares", "1&1")];
         assert_eq!(shown(&equal), [way(layers, &[], false), way(tensors, &[], true)]);
         assert_eq!(

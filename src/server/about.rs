@@ -1,6 +1,6 @@
-//! What the server says about itself: models, health, metrics, version.
+//! Endpoints that describe the server: models, health, metrics, version.
 //!
-//! Invariant: nothing here waits for the engine.
+//! Invariant: no handler here waits for the engine.
 
 use super::error::ApiError;
 use super::respond::check_model;
@@ -9,12 +9,12 @@ use crate::actors::{Conventions, ModelInfo};
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 
-/// `GET /v1/models`.
+/// Handles `GET /v1/models`.
 pub async fn models(app: web::Data<App>) -> HttpResponse {
     HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card(&app.parts.model)] })
 }
 
-/// `GET /v1/models/{id}`.
+/// Handles `GET /v1/models/{id}`.
 pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
     let model = &app.parts.model;
     check_model(&Some(id.into_inner()), &model.name)?;
@@ -40,8 +40,8 @@ fn card(model: &ModelInfo) -> wire::Model<'_> {
     }
 }
 
-/// `GET /health`: 503 on the way out, when requests are in flight but the decode loop stands still, and when
-/// the engine is past serving.
+/// Handles `GET /health`: 503 while the server drains, when requests are in flight but the decode loop makes
+/// no progress, and after the engine has failed.
 pub async fn health(app: web::Data<App>) -> HttpResponse {
     let status = &app.parts.status;
     let stalled = status.stalled_for() > app.config.stalled_after;
@@ -54,13 +54,13 @@ pub async fn health(app: web::Data<App>) -> HttpResponse {
     response.json(wire::Health { status: word })
 }
 
-/// `GET /metrics`.
+/// Handles `GET /metrics`.
 pub async fn metrics(metrics: web::Data<PrometheusHandle>) -> HttpResponse {
     let text = "text/plain; version=0.0.4; charset=utf-8";
     HttpResponse::Ok().content_type(text).body(metrics.render())
 }
 
-/// `GET /version`.
+/// Handles `GET /version`.
 pub async fn version() -> HttpResponse {
     HttpResponse::Ok().json(wire::Version { version: env!("CARGO_PKG_VERSION") })
 }

@@ -1,5 +1,5 @@
-//! What happens around every request: its id, its count, its log line and the headers that belong to a
-//! status rather than to a handler.
+//! Middleware around every request: request id, request count, access log, and headers that depend on the
+//! status rather than on the handler.
 //!
 //! Invariant: every response has an `X-Request-Id`, and every 429 and 503 a `Retry-After`.
 
@@ -16,17 +16,17 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::{debug, info, warn};
 
-/// The header that carries a request's id both ways.
+/// Header of the request id, in requests and responses.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Longest id taken from a client.
+/// Maximum number of characters of a client's request id; the rest is cut off.
 const ID_CHARS_MAX: usize = 128;
 
-/// What a request is called in logs and answers.
+/// Id of a request in logs and responses.
 #[derive(Clone, Debug)]
 pub struct RequestId(pub Arc<str>);
 
-/// The middleware.
+/// Middleware that assigns the request id, sets the common headers and logs the response.
 pub async fn access(
     app: web::Data<App>,
     request: ServiceRequest,
@@ -51,7 +51,7 @@ pub async fn access(
 }
 
 impl RequestId {
-    /// The client's id, of which only what can be seen belongs into logs and headers; without one, a fresh id.
+    /// Returns the client's request id, reduced to printable ASCII characters, or a new id if there is none.
     fn of(request: &ServiceRequest) -> RequestId {
         let given = request.headers().get(REQUEST_ID).map_or(&[][..], HeaderValue::as_bytes);
         let kept = given.iter().copied().filter(u8::is_ascii_graphic).take(ID_CHARS_MAX).map(char::from);
@@ -59,21 +59,22 @@ impl RequestId {
         if id.is_empty() { RequestId::fresh() } else { RequestId(id.into()) }
     }
 
-    /// One that no other request has.
+    /// Generates a random id.
     pub fn fresh() -> RequestId {
         RequestId(format!("{:016x}{:016x}", random(), random()).into())
     }
 }
 
-/// 64 random bits: the standard library's hash keys come from the system's generator.
+/// Returns 64 random bits. The standard library's hash keys come from the system's random number generator.
 pub fn random() -> u64 {
     RandomState::new().hash_one(Instant::now())
 }
 
 fn header(id: &str) -> HeaderValue {
-    HeaderValue::from_str(id).expect("an id is plain ASCII; anything else is a bug")
+    HeaderValue::from_str(id).expect("a request id is ASCII; this is a bug")
 }
 
+/// Counts and logs a response.
 fn note<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
     let request = response.request();
     let method = match *request.method() {
@@ -82,13 +83,13 @@ fn note<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
         }
         _ => "other",
     };
-    // A label takes few values, whatever clients ask for.
+    // Metric labels take few values, whatever paths clients request.
     let pattern = request.match_pattern();
     let path = pattern.as_deref().unwrap_or("other");
     telemetry::HTTP_REQUESTS.count([method, path, response.status().as_str()]);
     let (request_id, status) = (&*id.0, response.status().as_u16());
     let took_ms = began.elapsed().as_secs_f64() * 1e3;
-    // Completions have a line of their own at their end; scrapes and probes would fill the log.
+    // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {
         _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
         503 => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),

@@ -1,6 +1,6 @@
-//! Who may ask: those who show a key, and the web pages of which origins.
+//! Authorization of requests: API keys, and the origins whose web pages may send requests.
 //!
-//! Invariant: how long a key is looked for tells nothing of the keys, and none reaches a log or an answer.
+//! Invariant: keys are compared in constant time, and none reaches a log or a response.
 
 use super::App;
 use super::error::ApiError;
@@ -19,19 +19,20 @@ use std::fmt;
 use std::net::IpAddr;
 use subtle::{Choice, ConstantTimeEq};
 
-/// What load balancers and scrapers ask, and neither shows anything of a request.
+/// Paths without authorization, for load balancers and metric scrapers; they reveal nothing about requests.
 const OPEN_PATHS: [&str; 2] = ["/health", "/metrics"];
 
-/// How long a browser may go by what a preflight told it.
+/// How long a browser may cache the result of a preflight, in seconds.
 const PREFLIGHT_MAX_AGE_S: usize = 3600;
 
-/// The longest key.
+/// Maximum length of a key in bytes.
 const KEY_BYTES_MAX: usize = 256;
 
-/// The keys of those who may ask; without any, everybody may.
+/// The accepted API keys. Without any, all requests are accepted.
 pub struct Keys(Vec<Padded>);
 
 impl Keys {
+    /// Creates the set of accepted keys. An error names a key that is too long by its position.
     pub fn new(keys: &ApiKeys) -> Result<Keys> {
         for (i, key) in keys.0.iter().enumerate() {
             ensure!(key.len() <= KEY_BYTES_MAX, "API key {} is longer than {KEY_BYTES_MAX} bytes", i + 1);
@@ -43,10 +44,10 @@ impl Keys {
         self.0.is_empty() || headers.get(AUTHORIZATION).and_then(bearer).is_some_and(|key| self.contain(key))
     }
 
-    /// Looks at every key in full, found or not.
-    fn contain(&self, shown: &[u8]) -> bool {
-        let shown = Padded::new(shown);
-        let found = self.0.iter().map(|key| key.ct_eq(&shown));
+    /// Returns whether a key is among the accepted ones. Compares every key in full, for constant time.
+    fn contain(&self, key: &[u8]) -> bool {
+        let given = Padded::new(key);
+        let found = self.0.iter().map(|key| key.ct_eq(&given));
         found.fold(Choice::from(0), |any, found| any | found).into()
     }
 }
@@ -57,14 +58,14 @@ impl fmt::Debug for Keys {
     }
 }
 
-/// A key in as many bytes as every other, so that comparing tells nothing of its length.
+/// A key padded to a fixed length, so that the time of a comparison does not reveal its length.
 struct Padded {
     bytes: [u8; KEY_BYTES_MAX],
     len: u64,
 }
 
 impl Padded {
-    /// What is longer than any key is cut, and differs by its length.
+    /// Pads a key. A longer key is truncated; its length still differs from that of every accepted key.
     fn new(key: &[u8]) -> Padded {
         let mut bytes = [0; KEY_BYTES_MAX];
         let kept = key.len().min(KEY_BYTES_MAX);
@@ -79,22 +80,23 @@ impl ConstantTimeEq for Padded {
     }
 }
 
-/// The key in `Bearer KEY`.
+/// Returns the key of a `Bearer KEY` header.
 fn bearer(header: &HeaderValue) -> Option<&[u8]> {
     let (scheme, key) = header.as_bytes().split_at_checked("Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
 }
 
-/// The middleware: 401 for who shows no key, but for the open paths. Without keys, 403 for work that another
-/// site's page asks for: a browser sends such requests for any page its user looks at.
+/// Middleware that rejects requests without a valid key with 401, except on the open paths. If no keys are
+/// configured, it rejects cross-origin POST requests with 403: a browser sends them for any page that its
+/// user visits.
 pub async fn guard(
     app: web::Data<App>,
     keys: web::Data<Keys>,
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
-    let is_asked_for = request.method() == Method::POST && is_foreign(request.headers());
-    if keys.0.is_empty() && is_asked_for && !is_listed(&app.config.cors_origins, request.headers()) {
+    let is_cross_origin_post = request.method() == Method::POST && is_foreign(request.headers());
+    if keys.0.is_empty() && is_cross_origin_post && !is_listed(&app.config.cors_origins, request.headers()) {
         let response = ApiError::foreign_origin().error_response();
         return Ok(request.into_response(response).map_into_right_body());
     }
@@ -106,7 +108,7 @@ pub async fn guard(
     Ok(request.into_response(response).map_into_right_body())
 }
 
-/// Whether the origin is among those whose pages may ask.
+/// Returns whether the request's origin is allowed by the configuration.
 fn is_listed(origins: &[String], headers: &HeaderMap) -> bool {
     origins == ["*"] || headers.get(ORIGIN).is_some_and(|origin| is_one_of(origins, origin))
 }
@@ -115,7 +117,8 @@ fn is_one_of(origins: &[String], origin: &HeaderValue) -> bool {
     origins.iter().any(|allowed| origin.as_bytes().eq_ignore_ascii_case(allowed.as_bytes()))
 }
 
-/// Whether a browser sends this for a page of another site. Pages of this machine are its user's own.
+/// Returns whether a browser sends the request for a page of another site. Pages of this machine do not
+/// count.
 fn is_foreign(headers: &HeaderMap) -> bool {
     let Some(origin) = headers.get(ORIGIN) else { return false };
     let text = |value: &HeaderValue| value.to_str().unwrap_or_default().to_ascii_lowercase();
@@ -123,16 +126,16 @@ fn is_foreign(headers: &HeaderMap) -> bool {
     let Some((_, site)) = origin.split_once("://") else { return true };
     let name = site.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')).map_or(site, |(name, _)| name);
     let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-    let is_here = name == "localhost" || address.is_ok_and(|address| address.is_loopback());
-    !is_here && headers.get(HOST).map(text).as_deref() != Some(site)
+    let is_local = name == "localhost" || address.is_ok_and(|address| address.is_loopback());
+    !is_local && headers.get(HOST).map(text).as_deref() != Some(site)
 }
 
-/// The middleware that lets the pages of `origins` read the answers; without any it does nothing. It answers
-/// preflights itself, so it belongs outside of [`guard`]: browsers show no key with them.
+/// Returns middleware that allows cross-origin requests from `origins`; without any it does nothing. It
+/// answers preflights itself, so it must wrap [`authorize`]: browsers send no key with preflights.
 pub fn cors(origins: &[String]) -> Condition<Cors> {
     let cors = Cors::default()
         .allowed_methods([Method::GET, Method::POST, Method::OPTIONS])
-        // Clients send headers of their own beside the usual ones, and new ones with each version.
+        // Client libraries send headers of their own, and new ones with each version.
         .allow_any_header()
         .expose_headers([super::access::REQUEST_ID, RETRY_AFTER])
         .max_age(PREFLIGHT_MAX_AGE_S);

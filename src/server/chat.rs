@@ -1,6 +1,6 @@
-//! `POST /v1/chat/completions`: messages in, put into words by the model's template, a message out.
+//! `POST /v1/chat/completions`: renders messages with the model's chat template, returns a generated message.
 //!
-//! Invariant: the template's text is tokenised as it stands; nothing is put around it.
+//! Invariant: the rendered text is tokenized without adding special tokens.
 
 use super::ServeParts;
 use super::completions::Ids;
@@ -12,10 +12,10 @@ use super::wire::{Finish, Part};
 use crate::text::chat_template::{Chat, TemplateError};
 use std::sync::Arc;
 
-/// The API.
+/// The chat completions API.
 pub struct Chats;
 
-/// Its answers' wording.
+/// Response format of the chat completions API.
 pub struct ChatWording {
     logprobs: bool,
     ids: Ids,
@@ -33,7 +33,10 @@ impl Api for Chats {
         let text = put(parts, &conversation)?;
         let prompt: Arc<[u32]> = encode(parts, &text, false, "messages")?.into();
         if prompt.is_empty() {
-            return Err(ApiError::invalid("messages", "the chat template makes nothing of these messages"));
+            return Err(ApiError::invalid(
+                "messages",
+                "the chat template renders these messages to an empty prompt",
+            ));
         }
         let prompts = vec![Asked::plainly(prompt)];
         let ids =
@@ -43,7 +46,7 @@ impl Api for Chats {
     }
 }
 
-/// The conversation as the model's template puts it.
+/// Renders a conversation with the model's chat template.
 pub fn put(parts: &ServeParts, conversation: &Conversation) -> Result<String, ApiError> {
     let Some(template) = &parts.model.chat else {
         let message = "this model has no chat template; start the server with --chat-template, or use \
@@ -58,11 +61,12 @@ pub fn put(parts: &ServeParts, conversation: &Conversation) -> Result<String, Ap
     };
     template.render(&chat).map_err(|error| match error {
         TemplateError::Refused(reason) => {
-            ApiError::invalid("messages", format!("the chat template refuses these messages: {reason}"))
+            ApiError::invalid("messages", format!("the chat template rejected the messages: {reason}"))
         }
-        TemplateError::Failed(reason) => {
-            ApiError::invalid("messages", format!("the chat template cannot put these messages: {reason}"))
-        }
+        TemplateError::Failed(reason) => ApiError::invalid(
+            "messages",
+            format!("the chat template failed to render the messages: {reason}"),
+        ),
     })
 }
 
@@ -85,8 +89,8 @@ impl Wording for ChatWording {
     }
 
     fn chunk(&self, parts: &ServeParts, index: usize, part: Part, _: bool) -> ChunkChoice {
-        let says_more = self.logprobs && !part.tokens.is_empty();
-        let logprobs = says_more.then(|| Logprobs::of(&part, &parts.tokenizer));
+        let with_logprobs = self.logprobs && !part.tokens.is_empty();
+        let logprobs = with_logprobs.then(|| Logprobs::of(&part, &parts.tokenizer));
         let ids = self.ids.of(index, &part, false);
         ChunkChoice { index, logprobs, ids, finish: part.end.as_ref().into(), delta: Delta::text(part.text) }
     }

@@ -1,6 +1,6 @@
-//! `POST /v1/completions`: text or ids in, text out.
+//! `POST /v1/completions`: takes texts or token ids, returns generated text.
 //!
-//! Invariant: the choices of one prompt stand together, in the order of the prompts.
+//! Invariant: the choices of one prompt are adjacent, in the order of the prompts.
 
 use super::ServeParts;
 use super::error::ApiError;
@@ -12,20 +12,20 @@ use super::wire::{Part, TokenIds};
 use crate::actors::Conventions;
 use std::sync::Arc;
 
-/// The API.
+/// The completions API.
 pub struct Completions;
 
-/// Its answers' wording.
+/// Response format of the completions API.
 pub struct CompletionWording {
     logprobs: bool,
     ids: Ids,
 }
 
-/// Whether ids are wanted, and those of the prompts.
+/// Token ids to include in the choices of a response, if the request asks for them.
 pub struct Ids {
     pub wanted: bool,
     pub prompts: Vec<Asked>,
-    /// Choices of each prompt.
+    /// Number of choices per prompt.
     pub n: usize,
 }
 
@@ -56,7 +56,7 @@ impl Api for Completions {
     }
 }
 
-/// A prompt's ids. An empty prompt is the token that opens a text, if the model has one.
+/// Returns the token ids of a prompt. An empty prompt becomes the BOS token; without one it is an error.
 fn tokens(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
     let ids = match prompt {
         Prompt::Ids(ids) => ids,
@@ -65,31 +65,31 @@ fn tokens(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[
     if !ids.is_empty() {
         return Ok(ids.into());
     }
-    let empty =
-        || ApiError::invalid("prompt", "the prompt is empty, and the model has no token to begin with");
+    let empty = || ApiError::invalid("prompt", "'prompt' is empty, and the tokenizer has no BOS token");
     parts.tokenizer.bos_id().map(|bos| [bos].into()).ok_or_else(empty)
 }
 
 impl Ids {
-    /// A part's ids, with those of the choice's prompt if `opens` the choice.
-    pub fn of(&self, index: usize, part: &Part, opens: bool) -> TokenIds {
+    /// Returns the token ids of a choice's output, with those of its prompt if `first` is set.
+    pub fn of(&self, index: usize, part: &Part, first: bool) -> TokenIds {
         if !self.wanted {
             return TokenIds::default();
         }
-        let asked = opens.then(|| &self.prompts[index / self.n]);
-        let behind = asked.filter(|asked| !asked.source.is_empty());
+        let prompt = first.then(|| &self.prompts[index / self.n]);
+        let encoder_decoder = prompt.filter(|prompt| !prompt.source.is_empty());
         TokenIds {
             token_ids: Some(part.token_ids()),
-            prompt_token_ids: asked.map(|asked| behind.map_or(&asked.prompt, |it| &it.source).to_vec()),
-            decoder_prompt_token_ids: behind.map(|asked| asked.prompt.to_vec()),
+            prompt_token_ids: prompt
+                .map(|ids| encoder_decoder.map_or(&ids.prompt, |ids| &ids.source).to_vec()),
+            decoder_prompt_token_ids: encoder_decoder.map(|ids| ids.prompt.to_vec()),
         }
     }
 }
 
 impl CompletionWording {
-    fn of(&self, parts: &ServeParts, index: usize, part: Part, logprobs: bool, opens: bool) -> Choice {
+    fn of(&self, parts: &ServeParts, index: usize, part: Part, logprobs: bool, first: bool) -> Choice {
         let logprobs = logprobs.then(|| Logprobs::of(&part, &parts.tokenizer));
-        let ids = self.ids.of(index, &part, opens);
+        let ids = self.ids.of(index, &part, first);
         Choice { index, logprobs, ids, finish: part.end.as_ref().into(), text: part.text }
     }
 }
@@ -110,8 +110,8 @@ impl Wording for CompletionWording {
     }
 
     fn chunk(&self, parts: &ServeParts, index: usize, part: Part, first: bool) -> Choice {
-        // An object of empty lists would say no more than null.
-        let says_more = self.logprobs && !part.tokens.is_empty();
-        self.of(parts, index, part, says_more, first)
+        // A chunk without tokens has null rather than an object of empty lists.
+        let with_logprobs = self.logprobs && !part.tokens.is_empty();
+        self.of(parts, index, part, with_logprobs, first)
     }
 }

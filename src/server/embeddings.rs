@@ -1,6 +1,6 @@
-//! `POST /v1/embeddings`: texts or ids in, a vector for each out.
+//! `POST /v1/embeddings`: takes texts or token ids, returns an embedding for each.
 //!
-//! Invariant: a vector is cut before it is brought to length 1, so that what leaves has that length.
+//! Invariant: a vector is truncated before it is L2-normalized, so that the returned vector has length 1.
 
 use super::ServeParts;
 use super::encoders::{Found, Input, Question, texts};
@@ -13,16 +13,17 @@ use crate::actors::{Conventions, EncoderConventions};
 use crate::formats::{FoundPooling, Unserved};
 use crate::request::{Pooling, Task, TokenEvent};
 
-/// What is asked of the API beside the texts.
+/// Parameters of an embeddings request, without its texts.
 pub struct Wish {
     pooling: Pooling,
     normalize: bool,
-    /// Numbers of each vector, no more than the model gives.
+    /// Length of the returned vectors, at most the model's.
     dimensions: usize,
+    /// Constructor of the requested encoding.
     form: fn(Vec<f32>) -> Numbers,
 }
 
-/// What is the client's own, or of the servers whose clients we meet.
+/// Parameters of the OpenAI API and of other servers that are accepted only without effect.
 const UNSERVED: fields::Unserved = &[
     ("user", Neutral::Anything),
     ("priority", Neutral::Number(0.0)),
@@ -36,7 +37,7 @@ impl Question for Wish {
 
     fn read(parts: &ServeParts, body: &[u8]) -> Result<(Wish, Vec<Input>), ApiError> {
         let Conventions::Encoder(conventions) = &parts.model.conventions else {
-            unreachable!("at the door, embeddings were an encoder's; anything else is a bug");
+            unreachable!("only encoder-only models serve embeddings; this is a bug");
         };
         let mut fields = fields_of(parts, body)?;
         let wish = Wish::parse(&mut fields, conventions)?;
@@ -52,7 +53,7 @@ impl Question for Wish {
                 TokenEvent::Embedding(vector) => Some(vector),
                 _ => None,
             });
-            let missing = || ApiError::internal("a text came back without its vector; this is a bug");
+            let missing = || ApiError::internal("the engine returned no embedding for a text; this is a bug");
             let embedding = (self.form)(self.finished(vector.ok_or_else(missing)?));
             Ok(Embedding { object: "embedding", index, embedding })
         };
@@ -73,10 +74,10 @@ impl Wish {
                 _ => None,
             })?;
         let pooling = match (pooling, &conventions.pooling) {
-            (Some(asked), _) => asked,
+            (Some(requested), _) => requested,
             (None, FoundPooling::Served(own)) => *own,
             (None, FoundPooling::Unserved(Unserved { why, .. })) => {
-                let message = format!("{why}: 'pooling' can say how to pool all the same");
+                let message = format!("{why}: set 'pooling' in the request");
                 return Err(ApiError::unsupported("pooling", message));
             }
         };
@@ -89,11 +90,11 @@ impl Wish {
         })
     }
 
-    /// The vector as it was asked for.
+    /// Truncates and normalizes a vector as requested.
     fn finished(&self, mut vector: Vec<f32>) -> Vec<f32> {
         vector.truncate(self.dimensions);
         let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-        // A vector of zeros has no direction.
+        // A zero vector cannot be normalized.
         if self.normalize && length > 0.0 {
             vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
         }

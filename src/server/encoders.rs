@@ -1,8 +1,9 @@
-//! Requests to lone encoders: texts in, one answer when all of them are through. The engine batches; here they are
-//! handed in, as many at a time as leave room for others, and read to their ends.
+//! Requests to encoder-only models: a list of texts, and one response when all of them are processed. The
+//! engine batches the texts; this module submits a limited number at a time, so that other requests find
+//! capacity, and collects their events.
 //!
-//! Invariant: the findings are in the order of the texts, an error in one is the answer to all, and once the first
-//! texts are taken in, the others will be.
+//! Invariant: the outputs are in the order of the texts, an error in one text fails the request, and once the
+//! first texts are accepted, the others are accepted too.
 
 use super::error::ApiError;
 use super::fields::{Fields, Unserved};
@@ -21,46 +22,48 @@ use std::time::Duration;
 use tokio::select;
 use tokio::time::Instant;
 
-/// Texts of one request, as the API has it.
+/// Maximum number of texts of one request, as in the OpenAI API.
 const INPUTS_MAX: usize = 2048;
 
-/// Answers to more texts than this are written off the event loop.
+/// Responses for more texts than this are serialized off the event loop.
 pub const INLINE_INPUTS: usize = 16;
 
-/// An API of encoders: how its bodies are read, and its answers put.
+/// An API of encoder-only models: parsing of its request bodies and construction of its responses.
 pub trait Question: Sized + Send + 'static {
-    /// Where it is asked.
+    /// Path of the endpoint.
     const PATH: &'static str;
+    /// Response body.
     type Answer: Serialize;
 
-    /// Reads a body, and what is to be made of each text in it, in order.
+    /// Parses a request body into the request and its inputs, in order.
     fn read(parts: &ServeParts, body: &[u8]) -> Result<(Self, Vec<Input>), ApiError>;
 
-    /// The answer, from what was found for each text.
+    /// Builds the response from the outputs of all inputs, in their order.
     fn answer(&self, parts: &ServeParts, found: Vec<Found>) -> Result<Self::Answer, ApiError>;
 
-    /// Whether the answer to so many texts takes a while to write.
+    /// Returns whether the response for `texts` texts takes long enough to serialize that it must not block
+    /// the event loop.
     fn is_long(&self, texts: usize) -> bool {
         texts > INLINE_INPUTS
     }
 }
 
-/// A text, and what is made of it.
+/// A tokenized text and the task to run on it.
 #[derive(Clone)]
 pub struct Input {
-    /// Not empty, and no longer than the encoder reads.
+    /// Token ids: at least one, and at most the encoder's context.
     pub ids: Arc<[u32]>,
     pub task: Task,
 }
 
-/// What the engine said of a text.
+/// The engine's events for one input.
 pub struct Found {
     pub input: Input,
     pub events: Vec<TokenEvent>,
 }
 
-/// The texts of a body, tokenised, with what else the APIs have in common taken out of it. What is left then is refused, as
-/// far as it is not known to be `unserved`.
+/// Takes the shared parameters of the encoder APIs out of a body and returns its tokenized texts. Any other
+/// parameter is an error, unless it is in `unserved` with a value that has no effect.
 pub fn texts(
     mut fields: Fields,
     parts: &ServeParts,
@@ -68,12 +71,12 @@ pub fn texts(
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
     let add_special = fields.flag("add_special_tokens", true)?;
     let value = fields.take("input");
-    // Tokenising may take a while: whatever else is wrong is told before.
+    // Tokenization may take a while, so other errors are reported first.
     fields.refuse_others(&[unserved])?;
     let is_list = value.as_ref().and_then(|value| value.get(0)).is_some_and(|first| !first.is_number());
     let texts = prompts("input", value, parts.model.vocab)?;
     if texts.len() > INPUTS_MAX {
-        let message = format!("'input' has {} members, and there can be {INPUTS_MAX} at most", texts.len());
+        let message = format!("'input' has {} elements; the maximum is {INPUTS_MAX}", texts.len());
         return Err(ApiError::invalid("input", message));
     }
     let named = |index| if is_list { format!("'input[{index}]'") } else { "'input'".to_owned() };
@@ -81,6 +84,7 @@ pub fn texts(
     ids.map(|(index, text)| ids_of(parts, text, &named(index), add_special)).collect()
 }
 
+/// Tokenizes one text. `name` is what error messages call it.
 fn ids_of(parts: &ServeParts, text: Prompt, name: &str, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
     let empty = || ApiError::invalid("input", format!("{name} is empty"));
     if text.is_empty() {
@@ -98,7 +102,7 @@ fn ids_of(parts: &ServeParts, text: Prompt, name: &str, add_special: bool) -> Re
     Ok(ids.into())
 }
 
-/// Answers a body.
+/// Handles a request: parses the body, runs its inputs and serializes the response.
 pub async fn ask<Q: Question>(app: &Arc<App>, id: Arc<str>, body: Bytes) -> Result<Bytes, ApiError> {
     let arrived = Instant::now();
     let _open = enter(app, Q::PATH)?;
@@ -109,16 +113,16 @@ pub async fn ask<Q: Question>(app: &Arc<App>, id: Arc<str>, body: Bytes) -> Resu
     }
     let app = app.clone();
     let written = web::block(move || write(&app.parts, &question, found));
-    written.await.map_err(|error| ApiError::internal(format!("writing the answer failed: {error}")))?
+    written.await.map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))?
 }
 
 fn write<Q: Question>(parts: &ServeParts, question: &Q, found: Vec<Found>) -> Result<Bytes, ApiError> {
     let answer = question.answer(parts, found)?;
-    let json = serde_json::to_vec(&answer).expect("wire types are plain data; anything else is a bug");
+    let json = serde_json::to_vec(&answer).expect("wire types always serialize; this is a bug");
     Ok(json.into())
 }
 
-/// A request's way through the engine.
+/// A request whose inputs run in the engine.
 struct Asking<'a> {
     app: &'a App,
     id: Arc<str>,
@@ -131,14 +135,15 @@ impl Asking<'_> {
         Asking { app, id, arrived, time_limit: app.config.request_timeout }
     }
 
-    /// Hands texts in, and more as those are through: together they never take more than half of the room there is.
+    /// Runs all inputs and returns their outputs in order. At most half of the engine's capacity is used at a
+    /// time; as inputs finish, further ones are submitted.
     async fn all(self, inputs: &[Input]) -> Result<Vec<Found>, RequestError> {
         let half = (self.app.parts.model.choices_max / 2).max(1);
         let first = self.requests(&inputs[..half.min(inputs.len())]);
         let tokens = inputs.iter().map(|input| input.ids.len()).sum();
-        let opening = first[0].clone();
+        let first_request = first[0].clone();
         let streams = self.app.parts.intake.submit(first).await?;
-        let mut measure = Measure::new(&opening).of_tokens(tokens);
+        let mut measure = Measure::new(&first_request).of_tokens(tokens);
         let ends = self.time_limit.map(|limit| (self.arrived + limit, limit));
         let ended = select! {
             biased;
@@ -153,7 +158,9 @@ impl Asking<'_> {
         Ok(found.map(|(events, input)| Found { input: input.clone(), events }).collect())
     }
 
-    /// Reads the first texts' events and hands others in, as many as are through. Dropping it hangs up on the engine.
+    /// Collects the events of all inputs and submits a further input for each one that finishes. `first` are
+    /// the streams of the inputs that are submitted already. Dropping the future cancels the inputs in the
+    /// engine.
     async fn read(
         &self,
         inputs: &[Input],
@@ -161,22 +168,22 @@ impl Asking<'_> {
         measure: &Measure,
     ) -> Result<Vec<Vec<TokenEvent>>, RequestError> {
         let mut found = vec![Vec::new(); inputs.len()];
-        let mut handed_in = first.len();
+        let mut submitted = first.len();
         let numbered = first.into_iter().enumerate();
         let mut reading: FuturesUnordered<_> =
             numbered.map(|(index, stream)| to_the_end(index, stream, measure)).collect();
-        while let Some(through) = reading.next().await {
-            let mut through = vec![through?];
+        while let Some(done) = reading.next().await {
+            let mut finished = vec![done?];
             while let Some(Some(another)) = reading.next().now_or_never() {
-                through.push(another?);
+                finished.push(another?);
             }
-            let next = inputs.len().min(handed_in + through.len());
-            through.into_iter().for_each(|(index, events)| found[index] = events);
-            if next > handed_in {
-                let streams = self.app.parts.intake.go_on(self.requests(&inputs[handed_in..next])).await?;
-                let numbered = (handed_in..).zip(streams);
+            let next = inputs.len().min(submitted + finished.len());
+            finished.into_iter().for_each(|(index, events)| found[index] = events);
+            if next > submitted {
+                let streams = self.app.parts.intake.go_on(self.requests(&inputs[submitted..next])).await?;
+                let numbered = (submitted..).zip(streams);
                 reading.extend(numbered.map(|(index, stream)| to_the_end(index, stream, measure)));
-                handed_in = next;
+                submitted = next;
             }
         }
         Ok(found)
@@ -194,7 +201,7 @@ impl Asking<'_> {
     }
 }
 
-/// A text's events, when all have come, and the number of the text.
+/// Collects all events of an input. Returns them with the input's index.
 async fn to_the_end(
     index: usize,
     mut stream: TokenStream,

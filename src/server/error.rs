@@ -1,6 +1,6 @@
-//! Refusals and failures as the OpenAI error object, with the status that belongs to each.
+//! API errors: the OpenAI error object and the HTTP status of each.
 //!
-//! Invariant: the one place where a [`RequestError`] becomes a status, and the one where refusals are counted:
+//! Invariant: only this module maps a [`RequestError`] to a status, and only here are rejections counted,
 //! each once, when it becomes a response.
 
 use crate::actors::ModelInfo;
@@ -12,14 +12,14 @@ use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
 
-/// What the client is told instead of an answer.
+/// An error response: status and error object.
 #[derive(Clone, Debug)]
 pub struct ApiError {
     status: StatusCode,
     object: ErrorObject,
 }
 
-/// The body: `{"error": {...}}`.
+/// Body of an error response: `{"error": {...}}`.
 #[derive(Clone, Debug, Serialize)]
 pub struct ErrorBody<'a> {
     pub error: &'a ErrorObject,
@@ -49,12 +49,13 @@ impl ApiError {
         ApiError { status, object: ErrorObject { message: message.into(), kind, param: None, code } }
     }
 
+    /// Sets the parameter that the error is about.
     fn about(mut self, param: impl Into<String>) -> ApiError {
         self.object.param = Some(param.into());
         self
     }
 
-    /// The error with another name for the parameter it is about, if that is `from`.
+    /// Renames the parameter that the error is about to `to` if it is `from`.
     pub fn renamed(mut self, from: &str, to: &str) -> ApiError {
         if let Some(param) = self.object.param.as_mut().filter(|param| *param == from) {
             *param = to.to_owned();
@@ -62,82 +63,83 @@ impl ApiError {
         self
     }
 
-    /// 400: the value of `param` cannot be taken.
+    /// 400: the value of `param` is invalid.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
     }
 
-    /// 400: messages, for a model that has no way to put them.
+    /// 400: messages were sent to a model without a chat template.
     pub fn no_chat_template(message: &str) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "no_chat_template", message).about("messages")
     }
 
-    /// 400: `param` is of the API but not of this server, or of neither.
+    /// 400: `param` is unknown or not supported.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).about(param)
     }
 
-    /// 400: what is asked for at `path` is not what the model does.
+    /// 400: the model does not support the endpoint `path`.
     pub fn wrong_endpoint(path: &str, model: &ModelInfo) -> ApiError {
         let (kind, endpoints) = (model.conventions.name(), model.endpoints.join(" and "));
-        let message =
-            format!("{path} is not for the model '{}', which is {kind}: ask {endpoints}", model.name);
+        let message = format!(
+            "{path} is not supported by the model '{}', which is {kind}: use {endpoints}",
+            model.name
+        );
         ApiError::new(StatusCode::BAD_REQUEST, "wrong_endpoint", message).about("model")
     }
 
-    /// 400: `param` is more than the model reads.
+    /// 400: `param` exceeds the model's context.
     pub fn too_long(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
     }
 
-    /// 400: the body is no JSON object.
+    /// 400: the request body is not a JSON object.
     pub fn malformed(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "malformed_body", message)
     }
 
-    /// 413: the body is longer than `limit` bytes.
+    /// 413: the request body is larger than `limit` bytes.
     pub fn body_too_large(limit: usize) -> ApiError {
         let message = format!("the request body is larger than {limit} bytes");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     }
 
-    /// 408: the body did not arrive in time.
+    /// 408: the request body did not arrive in time.
     pub fn body_too_slow(limit: Duration) -> ApiError {
         let message = format!("the request body did not arrive within {} s", limit.as_secs());
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     }
 
-    /// 401: no key, or a wrong one; which of them is not told.
+    /// 401: the API key is missing or invalid; the message does not say which.
     pub fn unauthorized() -> ApiError {
-        let message = "this server wants a valid API key: Authorization: Bearer KEY";
+        let message = "a valid API key is required (Authorization: Bearer KEY)";
         ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", message)
     }
 
-    /// 403: a browser asks for the page of another site.
+    /// 403: a browser sent the request for a page of another origin.
     pub fn foreign_origin() -> ApiError {
-        let message =
-            "pages of other sites may ask this server only if server.cors_origins names their origin";
+        let message = "cross-origin requests are allowed only from the origins in server.cors_origins";
         ApiError::new(StatusCode::FORBIDDEN, "foreign_origin", message)
     }
 
-    /// 404: no such path.
+    /// 404: the path does not exist.
     pub fn not_found() -> ApiError {
-        ApiError::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path")
+        ApiError::new(StatusCode::NOT_FOUND, "not_found", "this path does not exist")
     }
 
-    /// 405: the path is there, but not with this method.
+    /// 405: the path does not support this method.
     pub fn method_not_allowed(allowed: &str) -> ApiError {
-        let message = format!("this path answers to {allowed} only");
+        let message = format!("this path supports only {allowed}");
         ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
     }
 
-    /// 500: our own fault.
+    /// 500: a failure of the server.
     pub fn internal(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
     }
 
-    /// Why the request was refused, in the metric's words. What does not reach the API, and what is our own
-    /// fault, is no refusal.
+    /// Returns the rejection metric's `reason` label. `None` for failures of the server and for requests that
+    /// do not reach the API; these are not rejections.
     fn refusal(&self) -> Option<&'static str> {
         match (self.status, self.object.code) {
             (_, "context_length_exceeded") => Some("too_long"),
@@ -153,7 +155,7 @@ impl ApiError {
         }
     }
 
-    /// The body, also sent as an event where an answer has begun already.
+    /// Returns the response body, which is also sent as an event if a stream has started already.
     pub fn body(&self) -> ErrorBody<'_> {
         ErrorBody { error: &self.object }
     }
@@ -217,7 +219,8 @@ mod tests {
     use actix_web::test::{TestRequest, call_service, init_service};
     use actix_web::{App, web};
 
-    /// Through the same door as a handler's error, which makes the response.
+    /// Errors are returned from a handler, as in the server, so that they are converted to responses the same
+    /// way.
     #[actix_web::test]
     async fn a_refusal_is_counted_once_by_its_reason_and_a_failure_not_at_all() {
         let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };

@@ -1,65 +1,67 @@
-//! A JSON object's members, taken out one by one, so that what nobody took can be told.
+//! Access to the fields of a JSON object. Each is taken out once, so that the remaining, unknown ones can be
+//! reported.
 //!
-//! Invariant: no member is passed over in silence. What the server does not do is refused by name, unless its
-//! value asks for nothing.
+//! Invariant: no field is silently ignored. Unsupported ones are rejected by name unless their value has no
+//! effect.
 
 use super::error::ApiError;
 use serde_json::{Map, Value};
 
-/// An object's members that have not been read yet.
+/// Fields of a JSON object that have not been read yet.
 pub struct Fields {
-    /// The path of the object within the body, with a dot behind it; empty for the body itself.
+    /// Path of the object within the body, followed by a dot; empty for the body itself.
     at: String,
     members: Map<String, Value>,
 }
 
-/// The value of a parameter that asks for nothing.
+/// The value of an unsupported parameter that has no effect and is therefore accepted.
 pub enum Neutral {
     Number(f64),
     Bool(bool),
     Text(&'static str),
-    /// An empty text, list or object.
+    /// An empty string, list or object.
     Empty,
-    /// There is none but null.
+    /// No value except null.
     Nothing,
-    /// Any: it is for the client's own bookkeeping.
+    /// Any value: the parameter is accepted and ignored.
     Anything,
 }
 
-/// Parameters that are known and not served, each with the value that may be there all the same.
+/// Known parameters that are not supported, each with the value that is accepted nevertheless.
 pub type Unserved = &'static [(&'static str, Neutral)];
 
 impl Fields {
-    /// The members of a request's body.
+    /// Parses a request body, which must be a JSON object.
     pub fn of_body(body: &[u8]) -> Result<Fields, ApiError> {
         let value: Value = serde_json::from_slice(body)
-            .map_err(|error| ApiError::malformed(format!("the body is no JSON: {error}")))?;
+            .map_err(|error| ApiError::malformed(format!("request body is not valid JSON: {error}")))?;
         match value {
             Value::Object(members) => Ok(Fields { at: String::new(), members }),
-            _ => Err(ApiError::malformed("the body is no JSON object")),
+            _ => Err(ApiError::malformed("request body is not a JSON object")),
         }
     }
 
-    /// The members of an object that stands at `path` in the body.
+    /// Creates the fields of the object at `path` in the body.
     pub fn of_object(path: &str, members: Map<String, Value>) -> Fields {
         Fields { at: format!("{path}."), members }
     }
 
-    /// What a member is called in messages.
+    /// Returns the full name of a field for messages.
     pub fn path(&self, name: &str) -> String {
         format!("{}{name}", self.at)
     }
 
-    /// Takes a member out; null is as good as absent.
+    /// Takes a field out. Null counts as absent.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.members.remove(name).filter(|value| !value.is_null())
     }
 
-    /// Takes a member out as `read` understands it; `wanted` says what it should have been.
+    /// Takes a field out and converts it with `read`. `expected` describes the valid values in the error
+    /// message.
     pub fn read<T>(
         &mut self,
         name: &str,
-        wanted: &str,
+        expected: &str,
         read: impl Fn(&Value) -> Option<T>,
     ) -> Result<Option<T>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
@@ -67,45 +69,51 @@ impl Fields {
             Some(read) => Ok(Some(read)),
             None => {
                 let path = self.path(name);
-                let message = format!("'{path}' must be {wanted}, not {}", brief(&value));
+                let message = format!("'{path}' must be {expected}, not {}", brief(&value));
                 Err(ApiError::invalid(path, message))
             }
         }
     }
 
+    /// Takes out a boolean field.
     pub fn flag(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
         Ok(self.read(name, "true or false", Value::as_bool)?.unwrap_or(default))
     }
 
+    /// Takes out a string field.
     pub fn text(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        self.read(name, "a text", |value| value.as_str().map(str::to_string))
+        self.read(name, "a string", |value| value.as_str().map(str::to_string))
     }
 
+    /// Takes out a number field, rounded to single precision.
     pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
         self.read(name, "a number", |value| value.as_f64().map(nearest))
     }
 
+    /// Takes out an integer field from `min` to `max`.
     pub fn integer(&mut self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
-        let wanted = match max == i64::from(u32::MAX) {
-            true => format!("a whole number, {min} or more"),
-            false => format!("a whole number from {min} to {max}"),
+        let expected = match max == i64::from(u32::MAX) {
+            true => format!("an integer of at least {min}"),
+            false => format!("an integer from {min} to {max}"),
         };
-        self.read(name, &wanted, |value| whole(value).filter(|number| (min..=max).contains(number)))
+        self.read(name, &expected, |value| whole(value).filter(|number| (min..=max).contains(number)))
     }
 
+    /// Takes out an object field.
     pub fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
         self.read(name, "an object", |value| value.as_object().cloned())
     }
 
-    /// Refuses what is left, by name.
+    /// Returns an error that names a remaining field, unless all of them are in `unserved` with their
+    /// accepted values.
     pub fn refuse_others(self, unserved: &[Unserved]) -> Result<(), ApiError> {
         let known = |name: &str| unserved.iter().copied().flatten().find(|(known, _)| *known == name);
         for (name, value) in self.members.iter().filter(|(_, value)| !value.is_null()) {
             let path = self.path(&shortened(name));
             let message = match known(name) {
                 Some((_, neutral)) if neutral.is(value) => continue,
-                Some(_) => format!("'{path}' is not supported yet with the value {}", brief(value)),
-                None => format!("there is no parameter '{path}'"),
+                Some(_) => format!("'{path}' is not supported yet"),
+                None => format!("unknown parameter '{path}'"),
             };
             return Err(ApiError::unsupported(path, message));
         }
@@ -131,20 +139,20 @@ impl Neutral {
     }
 }
 
-/// A value as it may stand in a message.
+/// Describes a value for an error message.
 pub fn brief(value: &Value) -> String {
     match value {
         Value::Array(_) => "a list".to_string(),
         Value::Object(_) => "an object".to_string(),
-        Value::String(text) if text.chars().count() > SHOWN_CHARS => "a long text".to_string(),
+        Value::String(text) if text.chars().count() > SHOWN_CHARS => "a long string".to_string(),
         value => value.to_string(),
     }
 }
 
-/// Characters of what a client sent that a message repeats.
+/// Maximum number of characters of a client's string that an error message repeats.
 const SHOWN_CHARS: usize = 40;
 
-/// A name as it may stand in a message.
+/// Truncates a client's string for an error message.
 pub fn shortened(name: &str) -> String {
     match name.char_indices().nth(SHOWN_CHARS) {
         Some((end, _)) => format!("{}...", &name[..end]),
@@ -152,13 +160,13 @@ pub fn shortened(name: &str) -> String {
     }
 }
 
-/// A whole number, also if it is written with a point.
+/// Returns the integer value of a number, which may be written with a decimal point.
 fn whole(value: &Value) -> Option<i64> {
     let rounded = || value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 2f64.powi(53));
     value.as_i64().or_else(|| rounded().map(|number| number as i64))
 }
 
-/// The nearest finite number of single precision that is zero only for zero.
+/// Rounds to the nearest finite single-precision number. Only zero is rounded to zero.
 pub fn nearest(number: f64) -> f32 {
     let rounded = number as f32;
     let limits = f32::MIN_POSITIVE..=f32::MAX;
@@ -189,7 +197,7 @@ mod tests {
         };
         assert_eq!(left(json!({"tools": [], "note": [1], "unknown": null})), Ok(()));
         let refused = left(json!({"tools": [1]})).unwrap_err();
-        assert_eq!(refused, "'messages[1].tools' is not supported yet with the value a list");
-        assert_eq!(left(json!({"x": 0})).unwrap_err(), "there is no parameter 'messages[1].x'");
+        assert_eq!(refused, "'messages[1].tools' is not supported yet");
+        assert_eq!(left(json!({"x": 0})).unwrap_err(), "unknown parameter 'messages[1].x'");
     }
 }

@@ -1,6 +1,6 @@
-//! `POST /v1/fill-mask`: texts with masks in, what fits each of them out.
+//! `POST /v1/fill-mask`: takes texts with mask tokens, returns the most likely tokens for each mask.
 //!
-//! Invariant: every mask of a text is judged and filled with all the others in place.
+//! Invariant: each mask is scored and filled while all other masks of the text stay in place.
 
 use super::ServeParts;
 use super::encoders::{Found, INLINE_INPUTS, Input, Question, texts};
@@ -13,22 +13,22 @@ use crate::actors::engine::TOP_LOGPROBS;
 use crate::request::{Task, Token, TokenEvent};
 use std::sync::Arc;
 
-/// Candidates of a mask, if not told otherwise.
+/// Default number of candidates per mask.
 const TOP: i64 = 5;
 
-/// Tokens of all the texts of an answer together, at most: each candidate shows the whole text.
+/// Maximum number of tokens of all texts in a response together: each candidate repeats the whole text.
 const SHOWN_MAX: usize = 2 << 20;
 
-/// Answers of more of them are written off the event loop.
+/// Responses with more tokens than this are serialized off the event loop.
 const INLINE_SHOWN: usize = 4096;
 
-/// What is asked of the API.
+/// A parsed fill-mask request.
 pub struct Masks {
-    /// Tokens of the texts in the answer.
+    /// Number of tokens of the texts in the response.
     shown: usize,
 }
 
-/// What is the client's own, or of the programs whose clients we meet.
+/// Parameters of the OpenAI API and of other servers that are accepted only without effect.
 const UNSERVED: Unserved = &[("user", Neutral::Anything), ("targets", Neutral::Nothing)];
 
 impl Question for Masks {
@@ -37,7 +37,7 @@ impl Question for Masks {
 
     fn read(parts: &ServeParts, body: &[u8]) -> Result<(Masks, Vec<Input>), ApiError> {
         let mut fields = fields_of(parts, body)?;
-        let unknown = "the model's tokenizer has no mask token, so there is none to fill";
+        let unknown = "the model's tokenizer has no mask token";
         let mask = parts.tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
         let top = fields.integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP) as u8;
         let texts = texts(fields, parts, UNSERVED)?;
@@ -45,7 +45,7 @@ impl Question for Masks {
             let at = places(&ids, mask);
             if at.is_empty() {
                 let name = parts.tokenizer.token_text(mask);
-                let message = format!("text {index} of 'input' has no mask token, which is {}", name.trim());
+                let message = format!("text {index} of 'input' has no mask token ({})", name.trim());
                 return Err(ApiError::invalid("input", message));
             }
             Ok(Input { ids, task: Task::Fill { at, top } })
@@ -71,7 +71,7 @@ impl Question for Masks {
     }
 }
 
-/// Tokens of the texts that the answer shows for one.
+/// Returns the number of tokens of the texts that the response contains for one input.
 fn shown(Input { ids, task }: &Input) -> usize {
     match task {
         Task::Fill { at, top } => at.len() * usize::from(*top) * ids.len(),
@@ -79,36 +79,36 @@ fn shown(Input { ids, task }: &Input) -> usize {
     }
 }
 
-/// Refuses what would be answered with more text than is good for anyone.
+/// Returns an error if the response would contain too much text.
 fn check_shown(shown: usize, top: u8) -> Result<(), ApiError> {
     if shown <= SHOWN_MAX {
         return Ok(());
     }
     let message = format!(
-        "with {top} candidates for each mask, and the whole text for each candidate, the answer would be {shown} \
-         tokens, more than the {SHOWN_MAX} that can be: fewer masks, texts or candidates (top_k) make it less"
+        "the response would contain {shown} tokens, more than the maximum of {SHOWN_MAX}: each of the {top} \
+         candidates per mask repeats the whole text; use fewer masks, texts or candidates ('top_k')"
     );
     Err(ApiError::invalid("input", message))
 }
 
-/// Where a token stands.
+/// Returns the positions of a token in a text.
 fn places(ids: &[u32], token: u32) -> Arc<[u32]> {
     let at = ids.iter().zip(0..).filter(|(id, _)| **id == token);
-    at.map(|(_, place)| place).collect()
+    at.map(|(_, position)| position).collect()
 }
 
-/// What was found for each mask of a text.
+/// Builds the response for each mask of a text.
 fn masks(parts: &ServeParts, Found { input, events }: &Found) -> Result<Vec<Mask>, ApiError> {
     let Task::Fill { at, .. } = &input.task else {
-        unreachable!("what was asked for are masks; anything else is a bug");
+        unreachable!("fill-mask requests have only fill tasks; this is a bug");
     };
     let tokens: Vec<_> = events.iter().filter_map(filled).collect();
     if tokens.len() != at.len() {
-        return Err(ApiError::internal("a mask came back unfilled; this is a bug"));
+        return Err(ApiError::internal("the engine returned no candidates for a mask; this is a bug"));
     }
     let skips_special = at.len() == 1;
-    let mask = |(place, token): (&u32, &Token)| {
-        let position = *place as usize;
+    let mask = |(position, token): (&u32, &Token)| {
+        let position = *position as usize;
         let text = Text { parts, ids: &input.ids, position, skips_special };
         let candidates = token.top.iter().map(|top| text.candidate(*top));
         Ok(Mask { position, candidates: candidates.collect::<Result<_, ApiError>>()? })
@@ -127,9 +127,10 @@ fn filled(event: &TokenEvent) -> Option<&Token> {
 struct Text<'a> {
     parts: &'a ServeParts,
     ids: &'a [u32],
-    /// The mask.
+    /// Position of the mask.
     position: usize,
-    /// Special tokens are no part of what is shown; where there are others, masks are among them.
+    /// Omit special tokens from the shown text. False if the text has further masks, which are special tokens
+    /// too.
     skips_special: bool,
 }
 
@@ -149,6 +150,6 @@ impl Text<'_> {
 
     fn decode(&self, ids: &[u32], skips_special: bool) -> Result<String, ApiError> {
         let text = self.parts.tokenizer.decode(ids, skips_special);
-        text.map_err(|error| ApiError::internal(format!("a candidate cannot be put into text: {error}")))
+        text.map_err(|error| ApiError::internal(format!("a candidate cannot be decoded: {error}")))
     }
 }

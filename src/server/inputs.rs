@@ -1,16 +1,16 @@
-//! Texts and token ids as clients hand them in: one, or a list.
+//! Parsing of texts and token ids in request bodies: one, or a list.
 //!
-//! Invariant: every id is below the vocabulary's size, and a list is of one kind.
+//! Invariant: every id is below the vocabulary size, and all elements of a list have the same type.
 
 use super::error::ApiError;
 use super::fields::brief;
 use serde_json::Value;
 
-/// A prompt as given.
+/// A prompt as the client gives it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
     Text(String),
-    /// Each below the vocabulary's size.
+    /// Token ids, each below the vocabulary size.
     Ids(Vec<u32>),
 }
 
@@ -23,15 +23,15 @@ impl Prompt {
     }
 }
 
-/// What stands in a list, whose kind its first member tells.
+/// Parser of a list parameter; the first element determines the type of all.
 struct List<'a> {
-    /// The parameter.
+    /// Name of the parameter.
     name: &'a str,
     vocab: usize,
 }
 
-/// The value of the parameter `name`: a text, a list of texts, a list of ids, or a list of such lists. An empty
-/// list is one of ids. `vocab` is the number of token ids there are.
+/// Parses the parameter `name`: a text, a list of texts, a list of token ids, or a list of lists of token
+/// ids. An empty list is parsed as one prompt without ids. `vocab` is the vocabulary size.
 pub fn prompts(name: &str, value: Option<Value>, vocab: usize) -> Result<Vec<Prompt>, ApiError> {
     let list = List { name, vocab };
     match value {
@@ -39,18 +39,18 @@ pub fn prompts(name: &str, value: Option<Value>, vocab: usize) -> Result<Vec<Pro
         Some(Value::String(text)) => Ok(vec![Prompt::Text(text)]),
         Some(Value::Array(members)) => list.read(members),
         Some(other) => {
-            Err(list.wrong(format!("must be a text or a list of token ids, not {}", brief(&other))))
+            Err(list.wrong(format!("must be a string or a list of token ids, not {}", brief(&other))))
         }
     }
 }
 
-/// The value of a parameter that is one text or one list of ids.
+/// Parses a parameter that is one text or one list of token ids.
 pub fn prompt(name: &str, value: Value, vocab: usize) -> Result<Prompt, ApiError> {
     let list = List { name, vocab };
     match value {
         Value::String(text) => Ok(Prompt::Text(text)),
         Value::Array(ids) => list.ids(&ids),
-        other => Err(list.wrong(format!("must be a text or a list of token ids, not {}", brief(&other)))),
+        other => Err(list.wrong(format!("must be a string or a list of token ids, not {}", brief(&other)))),
     }
 }
 
@@ -84,19 +84,19 @@ impl List<'_> {
     }
 
     fn mixed(&self, member: &Value) -> ApiError {
-        self.wrong(format!("has {} beside others of another kind", brief(member)))
+        self.wrong(format!("must not mix types: {} differs from the first element", brief(member)))
     }
 
-    fn wrong(&self, what: String) -> ApiError {
-        ApiError::invalid(self.name, format!("'{}' {what}", self.name))
+    fn wrong(&self, problem: String) -> ApiError {
+        ApiError::invalid(self.name, format!("'{}' {problem}", self.name))
     }
 }
 
-/// A token id below `vocab`.
+/// Parses a token id below `vocab`. The error is a message.
 pub fn token_id(value: &Value, vocab: usize) -> Result<u32, String> {
     match value.as_u64() {
         Some(id) if id < vocab as u64 => Ok(id as u32),
-        Some(id) => Err(format!("token id {id} is not in the vocabulary of {vocab}")),
-        None => Err(format!("{} stands where a token id should be", brief(value))),
+        Some(id) => Err(format!("token id {id} is not in the vocabulary of {vocab} tokens")),
+        None => Err(format!("{} is not a token id", brief(value))),
     }
 }

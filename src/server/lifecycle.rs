@@ -1,7 +1,7 @@
-//! How the server comes and goes: it takes its place, listens, runs, drains and stops.
+//! Startup and shutdown of the server: it binds its address, listens, runs, drains and stops.
 //!
-//! Invariant: nobody can connect before there is an engine to answer. After the first stop no new request is taken
-//! in; after the second nothing is waited for but the way of the last words to the clients.
+//! Invariant: no client can connect before the engine is ready. After the first stop signal no new request is
+//! accepted; after the second the server only waits until error responses have reached the clients.
 
 use super::access::access;
 use super::auth::{Keys, cors, guard};
@@ -25,23 +25,23 @@ use tokio::select;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tracing::{info, warn};
 
-/// How long answers that are over may take to reach the clients' sockets.
+/// Maximum time for finished responses to reach the clients' sockets.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How often it is looked whether the last request is over.
+/// Interval at which draining checks whether the last request has ended.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How often observations are put into their buckets.
+/// Interval of the metrics recorder's upkeep, which sorts observations into histogram buckets.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long a client may take nothing of what it asked for before its connection is dropped.
+/// How long a client may read nothing of its response before its connection is dropped.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Connections that may wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 2048;
 
-/// All that a server needs beside an engine, found to be good: the address is its own, keys and certificate are
-/// read. Whoever comes is refused until it [serves](Place::serve).
+/// A server before its engine is ready: the address is bound, and keys and certificate are read. Connections
+/// are refused until [`BoundServer::serve`] is called.
 pub struct Place {
     config: ServerConfig,
     sockets: Vec<TcpSocket>,
@@ -50,7 +50,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Takes the configured address. Must be called within an actix system.
+    /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
     pub fn take(config: ServerConfig) -> Result<Place> {
         let keys = Keys::new(&config.keys()?)?;
         let tls = config.tls.as_ref().map(tls::server_config).transpose()?;
@@ -58,14 +58,14 @@ impl Place {
         Ok(Place { config, sockets, keys, tls })
     }
 
-    /// Listens, for the engine of `parts`.
+    /// Starts to listen, for the engine of `parts`. Must be called within an actix system.
     pub fn serve(self, parts: ServeParts) -> Result<Server> {
         let Place { config, sockets, keys, tls } = self;
         let metrics = telemetry::install(None);
         let app = web::Data::new(App::new(parts, config.clone()));
         let (data, origins, keys) = (app.clone(), config.cors_origins.clone(), web::Data::new(keys));
         let shown = web::Data::new(metrics.clone());
-        // The last that wraps is the first to see a request: a refused one has its id, and its CORS headers too.
+        // The last middleware sees requests first: rejected ones have a request id, and CORS headers too.
         let new_app = move || {
             actix_web::App::new()
                 .app_data(data.clone())
@@ -79,7 +79,7 @@ impl Place {
         let mut server = HttpServer::new(new_app)
             .workers(config.workers)
             .keep_alive(config.keep_alive)
-            // A client that hangs up must drop the handler that works for it.
+            // A client that disconnects must drop the handler of its request.
             .h1_allow_half_closed(false)
             .shutdown_timeout(FLUSH_TIMEOUT.as_secs())
             .disable_signals();
@@ -102,7 +102,7 @@ fn cannot_listen(config: &ServerConfig) -> String {
     format!("cannot listen on {}:{}", config.host, config.port)
 }
 
-/// A socket for each address of the configured host that can be had; an error if there is none.
+/// Binds a socket to each address of the configured host. Fails only if none can be bound.
 fn sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
     let mut taken = Vec::new();
     let mut failed = None;
@@ -120,52 +120,52 @@ fn sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
 
 fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    // Connections of a server that was here before may still be on their way out.
+    // Connections of a previous server on this address may still be closing.
     socket.set_reuseaddr(true)?;
-    // A token leaves when it is there, not when the client has told that the one before came: 40 ms on a connection that
-    // is used again. Accepted connections inherit it.
+    // Without this, a token is sent only after the client has acknowledged the previous one: 40 ms on a
+    // reused connection. Accepted connections inherit the option.
     socket.set_nodelay(true)?;
-    // This too; other systems have no such thing.
+    // Accepted connections inherit this option too; other systems do not have it.
     #[cfg(target_os = "linux")]
     SockRef::from(&socket).set_tcp_user_timeout(Some(UNREAD_TIMEOUT))?;
     socket.bind(address)?;
     Ok(socket)
 }
 
-/// A server that listens.
+/// A listening server.
 pub struct Server {
     run: HttpServerRun,
     address: SocketAddr,
-    /// What the address is reached by.
+    /// URL scheme of the address.
     scheme: &'static str,
     app: web::Data<App>,
     metrics: PrometheusHandle,
 }
 
-/// How a server ended.
+/// Outcome of a shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// Every request in flight was answered.
     Drained,
-    /// Time was up, and requests in flight were cut off.
+    /// The drain timeout elapsed, and requests in flight were aborted.
     TimedOut,
-    /// A second stop cut off what was in flight.
+    /// A second stop signal aborted requests in flight.
     Cut,
 }
 
 impl Server {
-    /// A server at the configured address. Must be called, and run, within an actix system.
+    /// Binds the configured address and listens. Must be called, and the server run, within an actix system.
     pub fn bind(parts: ServeParts, config: ServerConfig) -> Result<Server> {
         Place::take(config)?.serve(parts)
     }
 
-    /// The real address, also when port 0 was asked for.
+    /// Returns the bound address; its port is the real one if port 0 was configured.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves until `stops` says so: the first time requests in flight get `drain_timeout` to finish, the
-    /// second time nothing is waited for.
+    /// Serves until `stops` receives a message. Requests in flight then have `drain_timeout` to finish; a
+    /// second message aborts them.
     pub async fn run(self, mut stops: UnboundedReceiver<()>, drain_timeout: Duration) -> Result<Ending> {
         let handle = self.run.handle();
         let mut running = rt::spawn(self.run);
@@ -179,8 +179,8 @@ impl Server {
             _ = stops.recv() => {}
         }
         self.app.parts.status.draining.store(true, Ordering::SeqCst);
-        info!(in_flight = self.app.parts.status.pending(), "draining: new requests are refused");
-        // With nothing in flight a second stop cuts nothing off.
+        info!(in_flight = self.app.parts.status.pending(), "draining: new requests are rejected");
+        // Biased: if nothing is in flight, a second stop aborts nothing.
         let ending = select! {
             biased;
             drained = rt::time::timeout(drain_timeout, until(|| self.app.is_idle())) => match drained {
@@ -190,11 +190,11 @@ impl Server {
             Some(()) = stops.recv() => Ending::Cut,
         };
         if ending != Ending::Drained {
-            warn!(in_flight = self.app.parts.status.pending(), "requests in flight are cut off");
+            warn!(in_flight = self.app.parts.status.pending(), "requests in flight are aborted");
             self.app.cut.send_replace(true);
             let _ = rt::time::timeout(FLUSH_TIMEOUT, until(|| !self.app.has_open_responses())).await;
         }
-        // What was cut off has ended in an error by now; its last words may still be on their way.
+        // Aborted requests have ended in an error by now; their responses may still be on their way.
         handle.stop(true).await;
         upkeep.abort();
         info!("stopped");
@@ -202,13 +202,15 @@ impl Server {
     }
 }
 
-async fn until(is_so: impl Fn() -> bool) {
+/// Waits until `condition` is true.
+async fn until(condition: impl Fn() -> bool) {
     let mut ticks = rt::time::interval(DRAIN_INTERVAL);
-    while !is_so() {
+    while !condition() {
         ticks.tick().await;
     }
 }
 
+/// Runs the metrics recorder's upkeep periodically, without end.
 async fn keep_up(metrics: PrometheusHandle) {
     let mut ticks = rt::time::interval(UPKEEP_INTERVAL);
     loop {
@@ -223,9 +225,9 @@ mod tests {
     use crate::config::{Config, Overrides};
     use std::net::TcpStream;
 
-    /// A health check sees a server that is loading as one that is not there.
+    /// To a health check, a server that is loading looks like one that is not running.
     #[actix_web::test]
-    async fn a_place_that_is_taken_refuses_who_comes() {
+    async fn a_bound_server_refuses_connections() {
         let mut flags = Overrides::default();
         flags.set("server.port", Some(0));
         let place = Place::take(Config::load(None, flags).unwrap().server).unwrap();
@@ -234,7 +236,7 @@ mod tests {
         let refused = TcpStream::connect(address).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
     }
-    /// The bug: with the system's defaults, a stream on a connection that was used before stood still for 40 ms.
+    /// Regression: with the system's defaults, a stream on a reused connection stalled for 40 ms.
     #[actix_web::test]
     async fn tokens_leave_at_once_on_every_connection() {
         let listener = socket("127.0.0.1:0".parse().unwrap()).unwrap().listen(1).unwrap();

@@ -1,6 +1,7 @@
-//! The API without HTTP: the same bodies in, the same bytes out.
+//! The API within the process, without HTTP: it takes the same request bodies and returns the same response
+//! bodies.
 //!
-//! Invariant: what is answered here is what a client would get, status line and headers apart.
+//! Invariant: responses equal those that an HTTP client gets, except for the status line and headers.
 
 use super::chat::Chats;
 use super::completions::Completions;
@@ -14,18 +15,18 @@ use crate::config::ServerConfig;
 use serde_json::Value;
 use std::sync::Arc;
 
-/// The API of one engine, within this process.
+/// The API of one engine, called within this process.
 #[derive(Clone)]
 pub struct Local(Arc<App>);
 
 impl Local {
-    /// The API before `parts`. Of `config`, what concerns connections has no meaning here. Metrics are recorded only
-    /// if the process has installed a recorder, which somebody must then keep up.
+    /// Creates the API for the engine of `parts`. The connection settings of `config` are ignored. Metrics
+    /// are recorded only if the process has installed a recorder, whose upkeep the caller must run.
     pub fn new(parts: ServeParts, config: ServerConfig) -> Local {
         Local(Arc::new(App::new(parts, config)))
     }
 
-    /// Answers a body posted to `path`, which is one of the model's endpoints.
+    /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
     pub async fn post(&self, path: &str, body: &Value) -> Result<Answer, ApiError> {
         let (app, id) = (&self.0, RequestId::fresh().0);
         let body = body.to_string().into();
@@ -38,7 +39,7 @@ impl Local {
         }
     }
 
-    /// What is served.
+    /// Returns the engine's handles and the model data.
     pub fn parts(&self) -> &ServeParts {
         &self.0.parts
     }

@@ -1,9 +1,10 @@
-//! HTTP: the OpenAI APIs of completions, chats and embeddings, masks to fill, what the server says about itself, and how it comes and goes.
+//! The HTTP server: the OpenAI APIs for completions, chat and embeddings, mask filling, tokenization, server
+//! information, and the server's startup and shutdown.
 //!
-//! A request's future and its response's body hold the reply stream, so a client that hangs up drops it and
-//! nothing else has to be told.
-//! Invariant: every answer that is not a success carries the OpenAI error object, `/health` and refused CORS
-//! preflights excepted.
+//! The handler's future and then the response body own the reply stream, so a client that disconnects drops
+//! it; nothing else needs to be notified.
+//! Invariant: every error response carries the OpenAI error object, except from `/health` and for rejected
+//! CORS preflights.
 
 pub mod lifecycle;
 
@@ -64,7 +65,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokens::Tokens;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// What the server needs of the engine.
+/// Handles to the engine and the model data that the server needs.
 #[derive(Clone)]
 pub struct ServeParts {
     pub intake: IntakeHandle,
@@ -93,14 +94,14 @@ impl From<&Engine> for ServeParts {
     }
 }
 
-/// What every handler may look at.
+/// State that all request handlers share.
 pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
-    /// Long bodies being read, and those that wait for it.
+    /// Limits how many long request bodies are parsed at once.
     long_bodies: Turns,
     open: Arc<AtomicUsize>,
-    /// Set when what is in flight is cut off.
+    /// Set to true when shutdown aborts the requests in flight.
     cut: watch::Sender<bool>,
 }
 
@@ -110,38 +111,38 @@ impl App {
         App { parts, config, long_bodies, open: Arc::default(), cut: watch::Sender::new(false) }
     }
 
-    /// Notes a response that shutdown waits for, until the value is dropped.
+    /// Registers a response that shutdown waits for until the returned value is dropped.
     fn open_response(&self) -> OpenResponse {
         self.open.fetch_add(1, Ordering::SeqCst);
         OpenResponse(self.open.clone())
     }
 
-    /// Whether an answer is still on its way to a client.
+    /// Returns whether a response is still being sent to a client.
     fn has_open_responses(&self) -> bool {
         self.open.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether nothing is in flight, neither in the engine nor on its way to a client.
+    /// Returns whether nothing is in flight, neither in the engine nor on its way to a client.
     fn is_idle(&self) -> bool {
         !self.has_open_responses() && self.parts.status.pending() == 0
     }
 }
 
-/// Work of which a few go on at a time and a few more may wait.
+/// A semaphore with a bounded number of waiters.
 struct Turns {
     free: Arc<Semaphore>,
     waiting: AtomicUsize,
 }
 
 impl Turns {
-    /// Who waits beyond this is refused.
+    /// Maximum number of waiters; further requests are rejected as busy.
     const WAITING_MAX: usize = 32;
 
-    fn new(at_a_time: usize) -> Turns {
-        Turns { free: Arc::new(Semaphore::new(at_a_time)), waiting: AtomicUsize::new(0) }
+    fn new(permits: usize) -> Turns {
+        Turns { free: Arc::new(Semaphore::new(permits)), waiting: AtomicUsize::new(0) }
     }
 
-    /// Waits for a turn, which ends when the permit is dropped.
+    /// Waits for a permit. Fails with [`RequestError::Busy`] if too many requests wait already.
     async fn wait(&self) -> Result<OwnedSemaphorePermit, RequestError> {
         let waiting = Counted::new(&self.waiting);
         if waiting.before >= Turns::WAITING_MAX {
@@ -151,7 +152,8 @@ impl Turns {
     }
 }
 
-/// One more, until dropped: a client that hangs up while it waits is counted no longer.
+/// Counts one waiter until it is dropped, so that a client that disconnects while it waits is no longer
+/// counted.
 struct Counted<'a> {
     count: &'a AtomicUsize,
     before: usize,
@@ -169,7 +171,7 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// A response that is not over. Held by the handler, then by the body.
+/// A response in progress, counted until it is dropped. Held by the handler, then by the response body.
 struct OpenResponse(Arc<AtomicUsize>);
 
 impl Drop for OpenResponse {

@@ -1,7 +1,8 @@
-//! What a completion says to an encoder-decoder beside its prompt, which is the source: how the decoder begins, and
-//! what language the source is in.
+//! Parameters of completions by encoder-decoder models: the decoder start tokens, and the language of the
+//! encoder input. The prompt itself is the encoder input.
 //!
-//! Invariant: a decoder begins with its start token and what is forced behind it, unless ids say all of it.
+//! Invariant: the decoder starts with its start token and the forced BOS token, unless the request gives all
+//! start ids itself.
 
 use super::ServeParts;
 use super::error::ApiError;
@@ -18,16 +19,16 @@ const FORCED_TOKEN: &str = "forced_bos_token";
 const FORCED_ID: &str = "forced_bos_token_id";
 const SOURCE_LANG: &str = "source_lang";
 
-/// The parameters.
+/// The decoder start and language parameters of a request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OpeningParams {
-    /// How the answer begins.
+    /// Text or ids that the generated text starts with.
     decoder_prompt: Option<Prompt>,
     forced: Option<Forced>,
     source_lang: Option<String>,
 }
 
-/// The token after the start.
+/// The forced BOS token, which follows the decoder start token.
 #[derive(Clone, Debug, PartialEq)]
 enum Forced {
     Named(String),
@@ -35,14 +36,14 @@ enum Forced {
 }
 
 impl OpeningParams {
-    /// Takes them out of a body. `vocab` is the number of token ids there are.
+    /// Takes the parameters out of a request body. `vocab` is the vocabulary size.
     pub fn parse(fields: &mut Fields, vocab: usize) -> Result<OpeningParams, ApiError> {
         let decoder_prompt = fields.take(DECODER_PROMPT);
         let decoder_prompt = decoder_prompt.map(|value| prompt(DECODER_PROMPT, value, vocab)).transpose()?;
         let id = |value: Value| token_id(&value, vocab).map_err(|why| ApiError::invalid(FORCED_ID, why));
         let forced = match (fields.text(FORCED_TOKEN)?, fields.take(FORCED_ID).map(id).transpose()?) {
             (Some(_), Some(_)) => {
-                let message = format!("'{FORCED_ID}' stands beside '{FORCED_TOKEN}': one is enough");
+                let message = format!("'{FORCED_ID}' and '{FORCED_TOKEN}' are mutually exclusive");
                 return Err(ApiError::invalid(FORCED_ID, message));
             }
             (Some(name), None) => Some(Forced::Named(name)),
@@ -51,7 +52,7 @@ impl OpeningParams {
         Ok(OpeningParams { decoder_prompt, forced, source_lang: fields.text(SOURCE_LANG)? })
     }
 
-    /// Refuses whatever was given, for a model that reads no source.
+    /// Returns an error if any parameter is given; for models without an encoder.
     pub fn refuse(&self) -> Result<(), ApiError> {
         let forced = match self.forced {
             Some(Forced::Id(_)) => FORCED_ID,
@@ -64,14 +65,15 @@ impl OpeningParams {
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
             Some((name, _)) => {
-                let message = format!("'{name}' is for models that read a source, and this one is a decoder");
+                let message =
+                    format!("'{name}' is only for encoder-decoder models, and this model is a decoder");
                 Err(ApiError::unsupported(*name, message))
             }
             None => Ok(()),
         }
     }
 
-    /// Each source with what the decoder begins with.
+    /// Returns the encoder input and the decoder start ids for each prompt.
     pub fn asked(
         &self,
         parts: &ServeParts,
@@ -84,14 +86,14 @@ impl OpeningParams {
         let language = self.language(parts)?;
         let several = prompts.len() > 1;
         let asked = prompts.into_iter().enumerate().map(|(index, prompt)| {
-            let name = if several { format!("'prompt[{index}]'") } else { "the prompt".to_owned() };
+            let name = if several { format!("'prompt[{index}]'") } else { "'prompt'".to_owned() };
             let source = source(parts, prompt, &name, language, add_special)?;
             Ok(Asked { source: source.into(), prompt: opening.clone() })
         });
         asked.collect()
     }
 
-    /// What the decoder begins with.
+    /// Returns the decoder start ids.
     fn opening(&self, parts: &ServeParts, conventions: &DecoderConventions) -> Result<Vec<u32>, ApiError> {
         let text = match &self.decoder_prompt {
             Some(Prompt::Ids(ids)) => return self.whole_opening(ids),
@@ -106,26 +108,24 @@ impl OpeningParams {
         Ok([conventions.start].into_iter().chain(forced).chain(text).collect())
     }
 
-    /// Ids are taken as they are.
+    /// Checks decoder start ids that the request gives itself, which are used unchanged.
     fn whole_opening(&self, ids: &[u32]) -> Result<Vec<u32>, ApiError> {
         let wrong = |message: &str| Err(ApiError::invalid(DECODER_PROMPT, message));
         match (ids, &self.forced) {
-            ([], _) => wrong("'decoder_prompt' is a list without ids, and a decoder must begin with one"),
-            (_, Some(_)) => {
-                wrong("ids in 'decoder_prompt' are taken as they are: put what is forced among them")
-            }
+            ([], _) => wrong("'decoder_prompt' must contain at least one token id"),
+            (_, Some(_)) => wrong(
+                "token ids in 'decoder_prompt' cannot be combined with a forced token: add it to the ids",
+            ),
             (ids, None) => Ok(ids.to_vec()),
         }
     }
 
+    /// Returns the token id of the encoder input's language, if `source_lang` is given.
     fn language(&self, parts: &ServeParts) -> Result<Option<u32>, ApiError> {
         let Some(name) = &self.source_lang else { return Ok(None) };
         let unknown = || {
             let name = shortened(name);
-            ApiError::invalid(
-                SOURCE_LANG,
-                format!("'{name}' is no language that the tokenizer has a token for"),
-            )
+            ApiError::invalid(SOURCE_LANG, format!("the tokenizer has no language token for '{name}'"))
         };
         let id = parts.tokens.language(&parts.tokenizer, name).ok_or_else(unknown)?;
         check_known(parts, SOURCE_LANG, "'source_lang'", &[id])?;
@@ -133,7 +133,7 @@ impl OpeningParams {
     }
 }
 
-/// Refuses a beginning that is longer than all that the decoder can have.
+/// Returns an error if the decoder start ids exceed the decoder's context.
 fn check_opening(parts: &ServeParts, opening: &[u32]) -> Result<(), ApiError> {
     check_known(parts, DECODER_PROMPT, "'decoder_prompt'", opening)?;
     let (prompt_tokens, context) = (opening.len(), parts.model.context);
@@ -143,19 +143,19 @@ fn check_opening(parts: &ServeParts, opening: &[u32]) -> Result<(), ApiError> {
     }
 }
 
-/// A token that is forced, by its name or its language's code.
+/// Returns the id of the forced BOS token with this name or language code.
 fn named(parts: &ServeParts, name: &str) -> Result<u32, ApiError> {
     let tokenizer = &parts.tokenizer;
     let id =
         parts.tokens.language(tokenizer, name).or_else(|| tokenizer.token_id(name)).ok_or_else(|| {
             let name = shortened(name);
-            ApiError::invalid(FORCED_TOKEN, format!("'{name}' is no token of the vocabulary"))
+            ApiError::invalid(FORCED_TOKEN, format!("the vocabulary has no token '{name}'"))
         })?;
     check_known(parts, FORCED_TOKEN, "'forced_bos_token'", &[id])?;
     Ok(id)
 }
 
-/// A source's ids. `name` is it in words.
+/// Returns the token ids of an encoder input. `name` is what error messages call it.
 fn source(
     parts: &ServeParts,
     prompt: Prompt,
@@ -165,7 +165,8 @@ fn source(
 ) -> Result<Vec<u32>, ApiError> {
     let ids = match (prompt, language) {
         (Prompt::Ids(_), Some(_)) => {
-            let message = "token ids are taken as they are: put the language among them";
+            let message =
+                "'source_lang' cannot be combined with token ids: add the language token to the ids";
             return Err(ApiError::invalid(SOURCE_LANG, message));
         }
         (Prompt::Ids(ids), None) => ids,
@@ -176,7 +177,7 @@ fn source(
         }
     };
     if ids.is_empty() {
-        let message = format!("{name} is empty, and the encoder has nothing to read");
+        let message = format!("{name} is empty, and the encoder needs at least one token");
         return Err(ApiError::invalid("prompt", message));
     }
     check_source(parts, "prompt", name, ids.len())?;

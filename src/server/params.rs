@@ -1,6 +1,6 @@
-//! The bodies of requests for text, parameter by parameter: what all APIs share, and what is one's own.
+//! Parameters of the text generation APIs: those that both share, and those of each.
 //!
-//! Invariant: as [`Fields`] has it, no parameter is passed over in silence.
+//! Invariant: no parameter is silently ignored, see [`Fields`].
 
 use super::access::random;
 use super::error::ApiError;
@@ -14,35 +14,36 @@ use crate::text::chat_template::{Content, Message};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// The completions API's own limit when none is given.
+/// Default of `max_tokens` in the completions API.
 const MAX_TOKENS: u32 = 16;
 
-/// Most likely tokens that can be asked for beside each token.
+/// Maximum number of most likely tokens per position that a request can ask for.
 const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
 
-/// Choices of one prompt, at most.
+/// Maximum number of choices per prompt.
 const CHOICES_MAX: i64 = 128;
 
-/// Strings and tokens that may end an answer, at most, and a string's length in bytes.
+/// Maximum number of stop strings and stop tokens together.
 const STOPS_MAX: usize = 64;
+/// Maximum length of a stop string in bytes.
 const STOP_BYTES_MAX: usize = 1024;
 
-/// What logits may be raised or lowered by.
+/// Largest absolute value of a logit bias.
 const BIAS_MAX: f32 = 100.0;
 
-/// What a client wants of each answer, with the defaults filled in. Ranges that depend on the model, and those
-/// of sampling, are intake's to check.
+/// Generation parameters, with defaults filled in. Intake checks the ranges of the sampling parameters and
+/// those that depend on the model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generation {
-    /// `None` is whatever the context has room for.
+    /// Maximum number of generated tokens; `None` is what remains of the context.
     pub max_tokens: Option<u32>,
-    /// What the client calls the limit.
+    /// Name under which the client gave `max_tokens`.
     pub limit_name: &'static str,
     pub min_tokens: u32,
-    /// Answers for each prompt; at least 1.
+    /// Number of choices per prompt; at least 1.
     pub n: u32,
     pub sampling: Sampling,
-    /// As in [`Request`](crate::request::Request), each id once.
+    /// Logit biases as in [`Request`](crate::request::Request), each id once.
     pub logit_bias: Arc<[(u32, f32)]>,
     pub stops: Stops,
     pub keeps_stop: bool,
@@ -52,16 +53,16 @@ pub struct Generation {
     pub delivery: Delivery,
 }
 
-/// What ends an answer beside the model's own end tokens.
+/// Stop conditions in addition to the model's own end tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stops {
-    /// None is empty.
+    /// Stop strings; none is empty.
     pub strings: Arc<[String]>,
-    /// Each below the vocabulary's size, each once.
+    /// Stop token ids, each below the vocabulary size, each once.
     pub ids: Arc<[u32]>,
 }
 
-/// What is asked of the completions API.
+/// Parameters of a completions request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CompletionParams {
     pub generation: Generation,
@@ -70,11 +71,11 @@ pub struct CompletionParams {
     pub opening: OpeningParams,
     pub logprobs: Option<u8>,
     pub echo: bool,
-    /// Texts get the tokens that the model expects around them.
+    /// Whether the tokenizer adds its special tokens around texts.
     pub add_special_tokens: bool,
 }
 
-/// What is asked of the chat API.
+/// Parameters of a chat completions request.
 #[derive(Debug)]
 pub struct ChatParams {
     pub generation: Generation,
@@ -82,7 +83,7 @@ pub struct ChatParams {
     pub logprobs: Option<u8>,
 }
 
-/// Messages, and how the template is to put them.
+/// Messages, and the options for rendering them with the chat template.
 #[derive(Debug)]
 pub struct Conversation {
     /// At least one.
@@ -92,17 +93,17 @@ pub struct Conversation {
     pub template_kwargs: Map<String, Value>,
 }
 
-/// How the answer comes.
+/// How the response is delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     Whole,
     Stream {
-        /// A last chunk tells the usage.
+        /// Whether a last chunk contains the usage.
         usage: bool,
     },
 }
 
-/// Parameters of both APIs, or of the servers whose clients we meet, that are not served.
+/// Unsupported parameters of both OpenAI APIs and of other servers.
 const UNSERVED: Unserved = &[
     ("user", Neutral::Anything),
     ("metadata", Neutral::Anything),
@@ -125,10 +126,10 @@ const UNSERVED: Unserved = &[
     ("service_tier", Neutral::Text("auto")),
 ];
 
-/// Those of completions alone.
+/// Unsupported parameters of the completions API only.
 const UNSERVED_COMPLETIONS: Unserved = &[("suffix", Neutral::Empty), ("response_format", Neutral::Nothing)];
 
-/// Those of chat alone.
+/// Unsupported parameters of the chat API only.
 const UNSERVED_CHAT: Unserved = &[
     ("tools", Neutral::Empty),
     ("functions", Neutral::Empty),
@@ -147,7 +148,8 @@ const UNSERVED_CHAT: Unserved = &[
     ("add_special_tokens", Neutral::Bool(false)),
 ];
 
-/// What messages may carry that asks for nothing when empty: clients send answers back as they came.
+/// Unsupported fields of messages. Their empty values are accepted, since clients send responses back
+/// unchanged.
 const UNSERVED_IN_MESSAGES: Unserved = &[
     ("tool_calls", Neutral::Empty),
     ("function_call", Neutral::Nothing),
@@ -159,7 +161,7 @@ const UNSERVED_IN_MESSAGES: Unserved = &[
 ];
 
 impl CompletionParams {
-    /// Reads a body, the model's name taken out of it. `vocab` is the number of token ids there are.
+    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
     pub fn parse(
         mut fields: Fields,
         vocab: usize,
@@ -177,14 +179,14 @@ impl CompletionParams {
         };
         fields.refuse_others(&[UNSERVED, UNSERVED_COMPLETIONS])?;
         if params.generation.max_tokens == Some(0) && !params.echo {
-            return Err(ApiError::invalid("max_tokens", "max_tokens can be 0 only together with echo"));
+            return Err(ApiError::invalid("max_tokens", "'max_tokens' can be 0 only with 'echo'"));
         }
         Ok(params)
     }
 }
 
 impl ChatParams {
-    /// The same.
+    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
     pub fn parse(
         mut fields: Fields,
         vocab: usize,
@@ -193,18 +195,18 @@ impl ChatParams {
         let generation = generation(&mut fields, vocab, defaults)?;
         if generation.max_tokens == Some(0) {
             let name = generation.limit_name;
-            return Err(ApiError::invalid(name, format!("{name} must be at least 1")));
+            return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
         }
         let conversation = conversation(&mut fields)?;
         let logprobs = chat_logprobs(&mut fields)?;
         let plain_text = |value: &Value| (value["type"] == "text").then_some(());
-        fields.read("response_format", "of the type \"text\": others are not supported yet", plain_text)?;
+        fields.read("response_format", "of type \"text\" (other types are not supported yet)", plain_text)?;
         fields.refuse_others(&[UNSERVED, UNSERVED_CHAT])?;
         Ok(ChatParams { generation, conversation, logprobs })
     }
 }
 
-/// What both APIs share.
+/// Parses the parameters that both APIs share.
 fn generation(
     fields: &mut Fields,
     vocab: usize,
@@ -227,14 +229,14 @@ fn generation(
     })
 }
 
-/// The limit, and which of its names it came under.
+/// Parses the limit of generated tokens. Returns it with the name under which it was given.
 fn max_tokens(fields: &mut Fields) -> Result<(Option<u32>, &'static str), ApiError> {
     const NAMES: [&str; 2] = ["max_tokens", "max_completion_tokens"];
     let [old, new] = NAMES.map(|name| fields.integer(name, 0, u32::MAX.into()));
     match (old?, new?) {
         (Some(old), Some(new)) if old != new => {
             let message =
-                format!("max_completion_tokens is {new} and max_tokens is {old}: one limit is enough");
+                format!("'max_completion_tokens' is {new} and 'max_tokens' is {old}: give only one of them");
             Err(ApiError::invalid(NAMES[1], message))
         }
         (None, Some(limit)) => Ok((Some(limit as u32), NAMES[1])),
@@ -242,10 +244,11 @@ fn max_tokens(fields: &mut Fields) -> Result<(Option<u32>, &'static str), ApiErr
     }
 }
 
+/// Parses the sampling parameters.
 fn sampling(fields: &mut Fields, defaults: &SamplingDefaults) -> Result<Sampling, ApiError> {
-    // -1 is another way to say all.
+    // -1 also means all tokens.
     let top_k = fields.integer("top_k", -1, u32::MAX.into())?.map(|k| k.max(0) as u32);
-    let seed = fields.read("seed", "a whole number of 64 bits", |value| {
+    let seed = fields.read("seed", "a 64-bit integer", |value| {
         value.as_u64().or_else(|| value.as_i64().map(|seed| seed as u64))
     })?;
     Ok(Sampling {
@@ -257,14 +260,14 @@ fn sampling(fields: &mut Fields, defaults: &SamplingDefaults) -> Result<Sampling
     })
 }
 
-/// An object from token ids, as JSON has them for keys, to what their logits are changed by.
+/// Parses `logit_bias`, an object from token ids as strings to biases.
 fn logit_bias(fields: &mut Fields, vocab: usize) -> Result<Arc<[(u32, f32)]>, ApiError> {
     let Some(entries) = fields.object("logit_bias")? else { return Ok(Arc::default()) };
     let entry = |(id, bias): (&String, &Value)| {
         let error = |message| ApiError::invalid("logit_bias", message);
         let known = id.parse().ok().filter(|id: &u32| (*id as usize) < vocab);
-        let known =
-            known.ok_or_else(|| error(format!("'{id}' is not a token id of the vocabulary of {vocab}")))?;
+        let known = known
+            .ok_or_else(|| error(format!("'{id}' is not a token id of the vocabulary of {vocab} tokens")))?;
         let number = bias.as_f64().map(nearest).filter(|bias| bias.abs() <= BIAS_MAX);
         let number = number.ok_or_else(|| {
             error(format!(
@@ -272,13 +275,13 @@ fn logit_bias(fields: &mut Fields, vocab: usize) -> Result<Arc<[(u32, f32)]>, Ap
                 brief(bias)
             ))
         })?;
-        // The API's lower end means never.
+        // In the API the lower limit bans the token.
         Ok((known, if number == -BIAS_MAX { f32::NEG_INFINITY } else { number }))
     };
     entries.iter().map(entry).collect()
 }
 
-/// Strings and token ids that end an answer: `stop` may hold both, `stop_token_ids` the latter.
+/// Parses the stop conditions: `stop` may hold strings and token ids, `stop_token_ids` only token ids.
 fn stops(fields: &mut Fields, vocab: usize) -> Result<Stops, ApiError> {
     let (mut strings, mut ids) = (Vec::new(), Vec::new());
     for name in ["stop", "stop_token_ids"] {
@@ -292,25 +295,26 @@ fn stops(fields: &mut Fields, vocab: usize) -> Result<Stops, ApiError> {
         for entry in list {
             match &entry {
                 Value::String(text) if name == "stop" => match text.len() {
-                    0 => return Err(error("'stop' has an empty text, which is everywhere".into())),
+                    0 => return Err(error("'stop' must not contain an empty string".into())),
                     1..=STOP_BYTES_MAX => strings.push(text.clone()),
-                    _ => return Err(error(format!("'stop' has a text of over {STOP_BYTES_MAX} bytes"))),
+                    _ => return Err(error(format!("'stop' has a string of over {STOP_BYTES_MAX} bytes"))),
                 },
                 Value::Number(_) => ids.push(token_id(&entry, vocab).map_err(error)?),
                 other => {
-                    return Err(error(format!("'{name}' has {} where a stop should be", brief(other))));
+                    return Err(error(format!("'{name}' must not contain {}", brief(other))));
                 }
             }
         }
     }
     if strings.len() + ids.len() > STOPS_MAX {
-        return Err(ApiError::invalid("stop", format!("there can be {STOPS_MAX} stops at most")));
+        return Err(ApiError::invalid("stop", format!("'stop' must not have more than {STOPS_MAX} entries")));
     }
     ids.sort_unstable();
     ids.dedup();
     Ok(Stops { strings: strings.into(), ids: ids.into() })
 }
 
+/// Parses `stream` and `stream_options`.
 fn delivery(fields: &mut Fields) -> Result<Delivery, ApiError> {
     let stream = fields.flag("stream", false)?;
     let Some(options) = fields.object("stream_options")? else {
@@ -328,7 +332,7 @@ fn delivery(fields: &mut Fields) -> Result<Delivery, ApiError> {
     Ok(Delivery::Stream { usage })
 }
 
-/// `logprobs` switches on, `top_logprobs` says how many beside each.
+/// Parses `logprobs`, a switch, and `top_logprobs`, the number of most likely tokens per position.
 fn chat_logprobs(fields: &mut Fields) -> Result<Option<u8>, ApiError> {
     let on = fields.flag("logprobs", false)?;
     let top = fields.integer("top_logprobs", 0, LOGPROBS_MAX)?;
@@ -341,7 +345,7 @@ fn chat_logprobs(fields: &mut Fields) -> Result<Option<u8>, ApiError> {
     }
 }
 
-/// Reads what the template is to put, from a body of the chat or of the tokenize API.
+/// Parses the messages and the template options of a body of the chat or the tokenize API.
 pub fn conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
     let bad = |message: &str| ApiError::invalid("messages", message);
     let list = match fields.take("messages") {
@@ -367,7 +371,7 @@ pub fn conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
     Ok(conversation)
 }
 
-/// A message whose content is text, as one or in parts.
+/// Parses a message, whose content is a string or a list of text parts.
 fn message(index: usize, value: Value) -> Result<Message, ApiError> {
     let path = format!("messages[{index}]");
     let Value::Object(members) = value else {
@@ -388,7 +392,7 @@ fn message(index: usize, value: Value) -> Result<Message, ApiError> {
         ),
         Some(other) => {
             let path = format!("{path}.content");
-            let message = format!("'{path}' must be a text or a list of parts, not {}", brief(&other));
+            let message = format!("'{path}' must be a string or a list of parts, not {}", brief(&other));
             return Err(ApiError::invalid(path, message));
         }
         None if role == "assistant" => Content::Text(String::new()),
@@ -400,6 +404,7 @@ fn message(index: usize, value: Value) -> Result<Message, ApiError> {
     Ok(Message { role, content: Some(content), extra })
 }
 
+/// Parses a part of a message's content, which must be text.
 fn text_part(path: &str, value: Value) -> Result<String, ApiError> {
     let Value::Object(members) = value else {
         return Err(ApiError::invalid(path, format!("'{path}' must be an object")));
@@ -410,7 +415,7 @@ fn text_part(path: &str, value: Value) -> Result<String, ApiError> {
         other => {
             let path = fields.path("type");
             let found = other.map_or("missing".to_owned(), |found| format!("\"{found}\""));
-            let message = format!("'{path}' is {found}: only parts of the type \"text\" are supported");
+            let message = format!("'{path}' is {found}: only parts of type \"text\" are supported");
             return Err(ApiError::unsupported(path, message));
         }
     }

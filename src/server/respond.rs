@@ -1,7 +1,8 @@
-//! From a request's body to its answer, whole or as events: what the completions and the chat API share.
+//! From a request body to the response, as JSON or as server-sent events: the shared part of the completions
+//! and the chat API.
 //!
-//! Invariant: the replies live in the future or in the stream that is given and nowhere else, so that either
-//! one's end is the end of the request; and every stream ends with `[DONE]`, whatever happened.
+//! Invariant: the reply streams are owned only by the handler's future or by the returned event stream, so
+//! that dropping either cancels the request; every event stream ends with `[DONE]`, also after an error.
 
 use super::error::ApiError;
 use super::fields::{Fields, shortened};
@@ -22,96 +23,97 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep, timeout_at};
 
-/// Bodies longer than this are read and tokenised off the event loop, a few at a time.
+/// Bodies longer than this are parsed and tokenized off the event loop, a few at a time.
 const INLINE_BODY_BYTES: usize = 8192;
 
-/// Choices of one request that may be asked for where there is no room for so many: the API's own limit, and
-/// some may need no slot.
+/// Number of choices that one request may always ask for, even if the engine's limit is lower: the API's own
+/// limit; some choices may need no slot.
 const CHOICES_MAX: usize = 2048;
 
-/// Whole answers of more tokens are written off the event loop: with log-probabilities they take a while.
+/// JSON responses with more tokens are serialized off the event loop: with log-probabilities that takes a
+/// while.
 const INLINE_TOKENS: usize = 1024;
 
-/// Events that are there at once leave together, up to about this many bytes.
+/// Events that are ready at the same time are sent together, up to about this many bytes.
 const BATCH_BYTES: usize = 16 << 10;
 
 const COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// What a request is answered with.
+/// Body of a response.
 pub enum Answer {
     /// One JSON object.
     Whole(Bytes),
-    /// Server-sent events, one or several at a time. Dropping it hangs up on the engine.
+    /// Server-sent events, one or several per item. Dropping the stream cancels the request in the engine.
     Events(Pin<Box<dyn Stream<Item = Bytes>>>),
 }
 
-/// A request, read and tokenised.
+/// A parsed and tokenized request.
 pub struct Job<W> {
     pub generation: Generation,
     /// At least one.
     pub prompts: Vec<Asked>,
-    /// The prompt opens the answer.
+    /// Whether the response text starts with the prompt.
     pub echo: bool,
     pub logprobs: Option<u8>,
     pub wording: W,
 }
 
-/// What a prompt comes to, in token ids.
+/// Token ids of a prompt.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// What an encoder reads; empty for models without one.
+    /// Encoder input; empty for models without an encoder.
     pub source: Arc<[u32]>,
-    /// What is continued; never empty.
+    /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
     pub prompt: Arc<[u32]>,
 }
 
 impl Asked {
-    /// A prompt that is continued as it stands.
+    /// Creates the ids of a prompt for a model without an encoder.
     pub fn plainly(prompt: Arc<[u32]>) -> Asked {
         Asked { source: Arc::default(), prompt }
     }
 
-    /// Tokens of both.
+    /// Returns the number of tokens of encoder input and decoder prompt together.
     fn tokens(&self) -> usize {
         self.source.len() + self.prompt.len()
     }
 }
 
-/// An API: how its bodies are read.
+/// A text generation API: parsing of its request bodies.
 pub trait Api {
     type Wording: Wording + Send + 'static;
 
-    /// Where it is asked.
+    /// Path of the endpoint.
     const PATH: &'static str;
 
-    /// Reads a body; the parameters' names in errors are the API's own.
+    /// Parses a request body. Errors name the API's own parameters.
     fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<Self::Wording>, ApiError>;
 
-    /// What the prompt is called in this API.
+    /// Name of the prompt parameter in this API.
     const PROMPT: &'static str;
 }
 
-/// How an API words its answers.
+/// Response format of an API.
 pub trait Wording {
-    /// What an answer's id begins with.
+    /// Prefix of response ids.
     const ID: &'static str;
     const OBJECT: &'static str;
     const CHUNK_OBJECT: &'static str;
     type Choice: Serialize;
     type ChunkChoice: Serialize;
 
-    /// A choice of a whole answer.
+    /// Builds a choice of a JSON response.
     fn choice(&self, parts: &ServeParts, index: usize, part: Part) -> Self::Choice;
 
-    /// What opens a choice's stream, before any of its text.
+    /// Builds the chunk that precedes a choice's text in a stream, if the API has one.
     fn opening(&self, index: usize) -> Option<Self::ChunkChoice>;
 
-    /// A choice's next chunk. `first` is set in its first one.
+    /// Builds the next chunk of a choice. `first` is set for the first chunk with output.
     fn chunk(&self, parts: &ServeParts, index: usize, part: Part, first: bool) -> Self::ChunkChoice;
 }
 
-/// Answers a request for text.
+/// Handles a text generation request.
 pub async fn respond<A: Api + 'static>(
     app: &Arc<App>,
     id: Arc<str>,
@@ -136,7 +138,8 @@ pub async fn respond<A: Api + 'static>(
     })
 }
 
-/// Lets a request in that the model is for. From here on shutdown waits for the answer.
+/// Admits a request unless the server drains or the model does not serve `path`. Shutdown waits until the
+/// returned value is dropped.
 pub fn enter(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     let open = app.open_response();
     if app.parts.status.is_draining() {
@@ -149,19 +152,20 @@ pub fn enter(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     }
 }
 
-/// Reads and tokenises a body. Long ones take turns: reading one takes many times its memory.
+/// Parses and tokenizes a body. Few long bodies are parsed at a time, since parsing takes a multiple of their
+/// memory.
 async fn prepare<A: Api + 'static>(app: &Arc<App>, body: Bytes) -> Result<Job<A::Wording>, ApiError> {
     off_the_loop(app, body, A::read).await
 }
 
-/// The members of a body that asks for the model that is served.
+/// Parses a body into its fields and checks that `model` names the served model.
 pub fn fields_of(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
     let mut fields = Fields::of_body(body)?;
     check_model(&fields.text("model")?, &parts.model.name)?;
     Ok(fields)
 }
 
-/// Runs `read` on a body, on a thread of its own if the body is long.
+/// Runs `read` on a body, on a thread of the blocking pool if the body is long.
 pub async fn off_the_loop<T: Send + 'static>(
     app: &Arc<App>,
     body: Bytes,
@@ -176,12 +180,12 @@ pub async fn off_the_loop<T: Send + 'static>(
         let _turn = turn;
         read(&app.parts, &body)
     });
-    read.await.map_err(|error| ApiError::internal(format!("reading the body failed: {error}")))?
+    read.await.map_err(|error| ApiError::internal(format!("parsing the request body failed: {error}")))?
 }
 
-/// Refuses a request for another model than the one served.
-pub fn check_model(asked: &Option<String>, served: &str) -> Result<(), ApiError> {
-    match asked {
+/// Returns an error if a request names another model than the served one.
+pub fn check_model(requested: &Option<String>, served: &str) -> Result<(), ApiError> {
+    match requested {
         Some(model) if model != served => {
             Err(RequestError::UnknownModel { model: shortened(model), served: served.to_owned() }.into())
         }
@@ -189,45 +193,47 @@ pub fn check_model(asked: &Option<String>, served: &str) -> Result<(), ApiError>
     }
 }
 
-/// The ids of a text.
+/// Tokenizes a text. Errors name the parameter `param`.
 pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
     let ids = parts.tokenizer.encode(text, add_special);
-    ids.map_err(|error| ApiError::invalid(param, format!("cannot tokenise: {error}")))
+    ids.map_err(|error| ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}")))
 }
 
-/// Refuses tokens that the tokenizer has and the model has not. `what` has them.
+/// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
+/// model. `what` is what the message calls the value of the parameter `param`.
 pub fn check_known(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
     let vocab = parts.model.vocab;
     let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
     let name = shortened(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
-    let message =
-        format!("{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab}");
+    let message = format!(
+        "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
+    );
     Err(ApiError::invalid(param, message))
 }
 
-/// Refuses more choices than the server could ever take in at once, before anything is made for each. Intake
-/// looks closer.
+/// Returns an error for more choices than the server can ever accept at once, before anything is allocated
+/// per choice. Intake checks the exact limits.
 pub fn check_choices(parts: &ServeParts, prompts: usize, n: u32) -> Result<(), ApiError> {
     let (choices, most) = (prompts.saturating_mul(n as usize), parts.model.choices_max.max(CHOICES_MAX));
     if choices <= most {
         return Ok(());
     }
-    let message =
-        format!("{prompts} prompts with n = {n} are {choices} choices, more than the {most} that can be");
+    let message = format!("{prompts} prompts with n = {n} make {choices} choices; the maximum is {most}");
     Err(ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message))
 }
 
-/// Refuses a source of more `tokens` than the encoder reads. `what` is it in words, `param` its parameter.
+/// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
+/// message calls the value of the parameter `param`.
 pub fn check_source(parts: &ServeParts, param: &str, what: &str, tokens: usize) -> Result<(), ApiError> {
     let most = parts.model.source_context;
     if tokens <= most {
         return Ok(());
     }
-    let message = format!("{what} has {tokens} tokens, more than the {most} that the model reads");
+    let message = format!("{what} has {tokens} tokens, more than the {most} that the encoder accepts");
     Err(ApiError::too_long(param, message))
 }
 
-/// Hands all choices in at once.
+/// Submits the requests of all choices to the engine at once.
 async fn submit<W>(
     app: &Arc<App>,
     id: Arc<str>,
@@ -255,9 +261,9 @@ async fn submit<W>(
     Ok(Replies::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
 }
 
-/// Ends when the request's time is up, or when the server cuts off what is in flight.
+/// Completes when the request's time limit is exceeded, or when the server aborts the requests in flight.
 pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Receiver<bool>) -> RequestError {
-    // Without its sender, which lives as long as the server, nothing is cut off.
+    // The sender lives as long as the server; without it nothing is aborted.
     let cut = async {
         if cut.wait_for(|cut| *cut).await.is_err() {
             pending::<()>().await;
@@ -276,32 +282,36 @@ pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Recei
 }
 
 impl<W> Job<W> {
-    /// A request for each choice: all of the first prompt, then all of the next. `longest` is what prompt and
-    /// answer can have together.
+    /// Returns the engine requests of all choices, those of the first prompt first. `longest` is the maximum
+    /// number of tokens of prompt and generated text together.
     fn requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
-        let wish = &self.generation;
+        let generation = &self.generation;
         self.prompts.iter().flat_map(move |Asked { source, prompt }| {
-            // Without room for one token, intake says so.
+            // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
-            (0..wish.n).map(move |choice| {
-                let seed = wish.sampling.seed.wrapping_add(choice.into());
+            (0..generation.n).map(move |choice| {
+                let seed = generation.sampling.seed.wrapping_add(choice.into());
                 Request {
                     source: source.clone(),
-                    ignore_eos: wish.ignore_eos,
-                    stop_ids: wish.stops.ids.clone(),
-                    min_tokens: wish.min_tokens,
-                    logit_bias: wish.logit_bias.clone(),
-                    sampling: Sampling { seed, ..wish.sampling },
+                    ignore_eos: generation.ignore_eos,
+                    stop_ids: generation.stops.ids.clone(),
+                    min_tokens: generation.min_tokens,
+                    logit_bias: generation.logit_bias.clone(),
+                    sampling: Sampling { seed, ..generation.sampling },
                     logprobs: self.logprobs,
                     prompt_logprobs: self.echo && self.logprobs.is_some(),
-                    ..Request::greedy(id.clone(), prompt.clone(), wish.max_tokens.unwrap_or(room as u32))
+                    ..Request::greedy(
+                        id.clone(),
+                        prompt.clone(),
+                        generation.max_tokens.unwrap_or(room as u32),
+                    )
                 }
             })
         })
     }
 }
 
-/// What the chunks of an answer have in common.
+/// Writes the response of one request: the fields that all its chunks share, and their format.
 struct Talk<W> {
     app: Arc<App>,
     id: String,
@@ -311,6 +321,7 @@ struct Talk<W> {
 }
 
 impl<W: Wording + Send + 'static> Talk<W> {
+    /// Waits for all choices and returns the JSON response.
     async fn whole(self, mut replies: Replies) -> Result<Bytes, ApiError> {
         let mut parts: Vec<Part> = (0..self.choices).map(|_| Part::default()).collect();
         while let Some(next) = replies.next().await {
@@ -322,10 +333,12 @@ impl<W: Wording + Send + 'static> Talk<W> {
             return Ok(self.put_together(parts, usage));
         }
         let put_together = web::block(move || self.put_together(parts, usage));
-        put_together.await.map_err(|error| ApiError::internal(format!("writing the answer failed: {error}")))
+        put_together
+            .await
+            .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
     }
 
-    /// The answer with all its choices.
+    /// Serializes the JSON response with all its choices.
     fn put_together(&self, parts: Vec<Part>, usage: Usage) -> Bytes {
         let choices = parts.into_iter().enumerate();
         let choices: Vec<_> =
@@ -334,7 +347,8 @@ impl<W: Wording + Send + 'static> Talk<W> {
         serde_json::to_vec(&answer).expect(PLAIN).into()
     }
 
-    /// The body: a chunk for each piece, comments in long silences, and `[DONE]` whatever happened.
+    /// Returns the event stream: a chunk for each reply delta, comments when nothing was sent for a while,
+    /// and `[DONE]` at the end, also after an error.
     fn events(self, mut replies: Replies, usage: bool, open: OpenResponse) -> impl Stream<Item = Bytes> {
         let mut silence = Silence::new(self.app.config.stream_comment_interval);
         let mut opened = vec![false; self.choices];
@@ -347,7 +361,7 @@ impl<W: Wording + Send + 'static> Talk<W> {
                     continue;
                 };
                 let mut next = Some(next);
-                // What is there already leaves with it.
+                // Deltas that are ready already are sent in the same batch.
                 while let Some(Some(Ok((index, piece)))) = next {
                     self.add_piece(&mut batch, index, piece, &mut opened[index]);
                     let full = batch.len() >= BATCH_BYTES;
@@ -373,7 +387,8 @@ impl<W: Wording + Send + 'static> Talk<W> {
         }
     }
 
-    /// The event of a piece, and before a choice's first one, what opens the choice.
+    /// Appends the event of a reply delta, preceded by the choice's opening chunk if it is the choice's
+    /// first.
     fn add_piece(&self, batch: &mut BytesMut, index: usize, piece: Piece, opened: &mut bool) {
         let first = !std::mem::replace(opened, true);
         if let Some(opening) = first.then(|| self.wording.opening(index)).flatten() {
@@ -393,7 +408,7 @@ impl<W: Wording + Send + 'static> Talk<W> {
     }
 }
 
-/// Notices when nothing was said for a while.
+/// Timer for keep-alive comments: expires when nothing was sent for an interval.
 struct Silence {
     interval: Duration,
     since: Instant,
@@ -405,13 +420,13 @@ impl Silence {
         Silence { interval, since: Instant::now(), timer: Box::pin(sleep(interval)) }
     }
 
-    /// What the replies give next; None when it is time to say something else.
+    /// Returns the next item of `replies`, or `None` if the interval elapses first.
     async fn or(&mut self, replies: &mut Replies) -> Option<Option<Result<(usize, Piece), RequestError>>> {
         let next = poll_fn(|cx| {
             if let Poll::Ready(next) = replies.poll_next(cx) {
                 return Poll::Ready(Some(next));
             }
-            // The timer is set anew only when it rings, not with every token.
+            // The timer is reset only when it fires, not with every token.
             while self.timer.as_mut().poll(cx).is_ready() {
                 let due = self.since + self.interval;
                 if due <= Instant::now() {
@@ -428,9 +443,9 @@ impl Silence {
     }
 }
 
-const PLAIN: &str = "wire types are plain data; anything else is a bug";
+const PLAIN: &str = "wire types always serialize; this is a bug";
 
-/// Adds an event: a `data:` line and the empty line that ends it.
+/// Appends an event: a `data:` line and the empty line that ends it.
 fn add_event(batch: &mut BytesMut, value: &impl Serialize) {
     batch.extend_from_slice(b"data: ");
     serde_json::to_writer((&mut *batch).writer(), value).expect(PLAIN);

@@ -1,7 +1,6 @@
-//! The paths, and what HTTP adds to their answers: bodies that come in time and within bounds, statuses,
-//! headers.
+//! Routes, and the HTTP side of their handlers: limits on request bodies, status codes and headers.
 //!
-//! Invariant: a path answers to its methods, and tells others which these are.
+//! Invariant: a path answers other methods than its own with 405 and an `Allow` header.
 
 use super::access::RequestId;
 use super::chat::Chats;
@@ -23,13 +22,13 @@ use serde::Serialize;
 use std::convert::Infallible;
 use std::time::Duration;
 
-/// How long a body may take to arrive.
+/// Maximum time for a request body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What is handed to a connection at a time.
+/// Size of the chunks in which a response body is passed to the connection.
 const SLICE_BYTES: usize = 32 << 10;
 
-/// All paths with their handlers.
+/// Registers all paths with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
         .service(resource(Completions::PATH, "POST").route(web::post().to(text::<Completions>)))
@@ -42,7 +41,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/metrics", GET).route(get().to(about::metrics)))
         .service(resource("/version", GET).route(get().to(about::version)))
         .default_service(web::to(async || ApiError::not_found().error_response()));
-    // With the prefix, and as other servers have it.
+    // Other servers have these paths without the prefix.
     for prefix in ["/v1", ""] {
         let tokens = resource(&format!("{prefix}/tokenize"), "POST");
         let texts = resource(&format!("{prefix}/detokenize"), "POST");
@@ -52,14 +51,15 @@ pub fn routes(config: &mut web::ServiceConfig) {
     }
 }
 
-/// What may be read may be asked for without its body too.
+/// Methods of the read-only paths.
 const GET: &str = "GET, HEAD";
 
+/// Returns a route for GET and HEAD.
 fn get() -> Route {
     web::route().guard(guard::Any(guard::Get()).or(guard::Head()))
 }
 
-/// A path that answers 405 to all methods but the ones it is given.
+/// Returns a resource that answers 405 to every method without a route. `allowed` is its `Allow` header.
 fn resource(path: &str, allowed: &'static str) -> Resource {
     web::resource(path).default_service(web::to(move || async move {
         let mut response = ApiError::method_not_allowed(allowed).error_response();
@@ -68,13 +68,13 @@ fn resource(path: &str, allowed: &'static str) -> Resource {
     }))
 }
 
-/// Handles a request for text.
+/// Handles a text generation request.
 async fn text<A: Api + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
-    // An upload that never ends is not waited for at shutdown.
+    // Registered after the upload: shutdown must not wait for an upload that never ends.
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
     Ok(match respond::<A>(&app, id.0.clone(), body).await? {
@@ -87,7 +87,7 @@ async fn text<A: Api + 'static>(
     })
 }
 
-/// Handles a request about texts.
+/// Handles a request to an encoder API.
 async fn of_texts<Q: Question>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
@@ -98,12 +98,13 @@ async fn of_texts<Q: Question>(
     Ok(whole(ask::<Q>(&app, id.0.clone(), body).await?, open))
 }
 
+/// Returns a JSON response. `open` is dropped once the body has been passed to the connection.
 fn whole(json: Bytes, open: OpenResponse) -> HttpResponse {
     let body = SizedStream::new(json.len() as u64, slices(json, open));
     HttpResponse::Ok().insert_header((CONTENT_TYPE, "application/json")).body(body)
 }
 
-/// A body in slices, so that `open` is dropped when the last of it, and not the first, is on its way.
+/// Splits a body into chunks, so that `open` is dropped when its last chunk, not its first, is passed on.
 fn slices(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Bytes, Infallible>> {
     stream! {
         let _open = open;
@@ -114,7 +115,7 @@ fn slices(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Bytes, I
     }
 }
 
-/// Handles a request that needs the tokenizer alone.
+/// Handles a request that needs only the tokenizer.
 async fn object<T: Serialize + Send + 'static>(
     app: web::Data<App>,
     payload: web::Payload,
@@ -124,10 +125,11 @@ async fn object<T: Serialize + Send + 'static>(
     Ok(HttpResponse::Ok().json(off_the_loop(&app, body, answer).await?))
 }
 
+/// Reads a request body of at most `limit` bytes.
 async fn read_body(payload: web::Payload, limit: usize) -> Result<Bytes, ApiError> {
     let read = rt::time::timeout(BODY_TIMEOUT, payload.to_bytes_limited(limit))
         .await
         .map_err(|_| ApiError::body_too_slow(BODY_TIMEOUT))?
         .map_err(|_| ApiError::body_too_large(limit))?;
-    read.map_err(|error| ApiError::malformed(format!("the body cannot be read: {error}")))
+    read.map_err(|error| ApiError::malformed(format!("the request body cannot be read: {error}")))
 }

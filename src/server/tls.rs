@@ -1,6 +1,6 @@
-//! TLS: from two PEM files to what the listener needs.
+//! TLS configuration of the listener, from two PEM files.
 //!
-//! Invariant: what is wrong with the files is told at start, by file, and nothing of a key is told.
+//! Invariant: errors are reported at startup and name the file, but never contain key data.
 
 use crate::config::TlsFiles;
 use anyhow::{Context, Result, anyhow, bail};
@@ -11,7 +11,7 @@ use rustls::{Error, ServerConfig};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The listener's side of TLS 1.2 and 1.3.
+/// Reads the certificate and the key and returns the server configuration for TLS 1.2 and 1.3.
 pub fn server_config(files: &TlsFiles) -> Result<ServerConfig> {
     let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
     let (cert_file, key_file) = (files.cert.display(), files.key.display());
@@ -22,23 +22,23 @@ pub fn server_config(files: &TlsFiles) -> Result<ServerConfig> {
         .with_single_cert(chain, key)
         .map_err(|error| match error {
             Error::InconsistentKeys(_) => {
-                anyhow!("{key_file}: the key does not belong to the certificate in {cert_file}")
+                anyhow!("{key_file}: the private key does not match the certificate in {cert_file}")
             }
-            Error::InvalidCertificate(error) => anyhow!("{cert_file}: the certificate is broken: {error:?}"),
-            error => anyhow!("{key_file}: the key cannot be used with {cert_file}: {error}"),
+            Error::InvalidCertificate(error) => anyhow!("{cert_file}: the certificate is invalid: {error:?}"),
+            error => anyhow!("{key_file}: the private key cannot be used with {cert_file}: {error}"),
         })
 }
 
-/// The certificate and those between it and a root, in the file's order.
+/// Reads the certificate chain, in the file's order.
 fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let pem = read(file)?;
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
     match found {
         Ok(chain) if !chain.is_empty() => Ok(chain),
         Ok(_) if PrivateKeyDer::from_pem_slice(&pem).is_ok() => {
-            bail!("{}: there is no certificate in it, but a private key", file.display())
+            bail!("{}: contains a private key, but no certificate", file.display())
         }
-        Ok(_) => bail!("{}: there is no certificate in it (BEGIN CERTIFICATE)", file.display()),
+        Ok(_) => bail!("{}: contains no certificate (BEGIN CERTIFICATE)", file.display()),
         Err(error) => bail!("{}: not a PEM file: {error}", file.display()),
     }
 }
@@ -48,13 +48,13 @@ fn private_key(file: &Path) -> Result<PrivateKeyDer<'static>> {
     let file = file.display();
     PrivateKeyDer::from_pem_slice(&pem).map_err(|error| match error {
         PemError::NoItemsFound if CertificateDer::from_pem_slice(&pem).is_ok() => {
-            anyhow!("{file}: there is no private key in it, but a certificate")
+            anyhow!("{file}: contains a certificate, but no private key")
         }
         PemError::NoItemsFound => {
-            anyhow!("{file}: there is no unencrypted private key in it (BEGIN PRIVATE KEY)")
+            anyhow!("{file}: contains no unencrypted private key (BEGIN PRIVATE KEY)")
         }
-        // The reader's own words may quote what it stumbled over.
-        _ => anyhow!("{file}: the private key in it is broken"),
+        // The parser's own message may quote parts of the key.
+        _ => anyhow!("{file}: the private key is invalid"),
     })
 }
 
@@ -96,11 +96,11 @@ mod tests {
             ("cert", "missing", ["cannot read", "missing"]),
             ("empty", "key", ["empty: ", "no certificate"]),
             ("cert", "empty", ["empty: ", "no unencrypted private key"]),
-            ("key", "cert", ["key: ", "no certificate in it, but a private key"]),
-            ("cert", "cert", ["cert: ", "no private key in it, but a certificate"]),
-            ("cert", "other", ["other: ", "does not belong to the certificate"]),
-            ("cert", "broken", ["broken: ", "is broken"]),
-            ("junk", "key", ["junk: ", "the certificate is broken"]),
+            ("key", "cert", ["key: ", "a private key, but no certificate"]),
+            ("cert", "cert", ["cert: ", "a certificate, but no private key"]),
+            ("cert", "other", ["other: ", "does not match the certificate"]),
+            ("cert", "broken", ["broken: ", "key is invalid"]),
+            ("junk", "key", ["junk: ", "the certificate is invalid"]),
         ] {
             let error = format!("{:#}", server_config(&files(cert, key)).unwrap_err());
             assert!(parts.iter().all(|part| error.contains(part)), "{cert} {key}: {error}");

@@ -1,6 +1,6 @@
-//! `POST /v1/tokenize` and `POST /v1/detokenize`: text to ids and back, as the other paths do it.
+//! `POST /v1/tokenize` and `POST /v1/detokenize`: text to token ids and back, as the other endpoints do it.
 //!
-//! Invariant: the engine is not asked.
+//! Invariant: no request to the engine is made.
 
 use super::ServeParts;
 use super::chat::put;
@@ -13,13 +13,13 @@ use super::wire::{Detokenized, Tokenized};
 use crate::actors::Kind;
 use serde_json::Value;
 
-/// The ids of a text, or of messages.
+/// Handles `POST /v1/tokenize`: returns the token ids of a text or of chat messages.
 pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<Tokenized, ApiError> {
     let mut fields = fields_of(parts, body)?;
     let with_texts = fields.flag("return_token_strs", false)?;
     let prompt = fields.text("prompt")?;
     if prompt.is_some() && fields.take("messages").is_some() {
-        return Err(ApiError::invalid("messages", "there can be 'prompt' or 'messages', not both"));
+        return Err(ApiError::invalid("messages", "'prompt' and 'messages' are mutually exclusive"));
     }
     let is_chat = prompt.is_none();
     let add_special = fields.flag("add_special_tokens", !is_chat)?;
@@ -32,7 +32,7 @@ pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<Tokenized, ApiError> 
     let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
     Ok(Tokenized {
         count: tokens.len(),
-        // What is tokenised is a source where there is one.
+        // A text for an encoder-decoder is tokenized as encoder input.
         max_model_len: match parts.model.kind {
             Kind::EncoderDecoder => parts.model.source_context,
             Kind::Decoder | Kind::Encoder => parts.model.longest,
@@ -42,7 +42,7 @@ pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<Tokenized, ApiError> 
     })
 }
 
-/// The text of ids, special tokens among it.
+/// Handles `POST /v1/detokenize`: returns the text of token ids, including special tokens.
 pub fn detokenize(parts: &ServeParts, body: &[u8]) -> Result<Detokenized, ApiError> {
     let mut fields = fields_of(parts, body)?;
     let error = |message| ApiError::invalid("tokens", message);
@@ -58,6 +58,6 @@ pub fn detokenize(parts: &ServeParts, body: &[u8]) -> Result<Detokenized, ApiErr
     };
     fields.refuse_others(&[])?;
     let text = parts.tokenizer.decode(&ids, false);
-    let prompt = text.map_err(|reason| error(format!("cannot be put into text: {reason}")))?;
+    let prompt = text.map_err(|reason| error(format!("'tokens' cannot be decoded: {reason}")))?;
     Ok(Detokenized { prompt })
 }

@@ -1,36 +1,37 @@
-//! Tokens that play a part of their own in requests to encoders: masks, and languages.
+//! Special tokens of requests to models with an encoder: the mask token and language tokens.
 //!
-//! Invariant: they are looked for once, when the server is made of an engine; what a request names is looked for then.
+//! Invariant: they are looked up once, when the server is created; only tokens that a request names are
+//! looked up per request.
 
 use crate::actors::Conventions;
 use crate::text::Tokenizer;
 
-/// The parts that tokens play.
+/// Special tokens of the served model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
-    /// Stands where something is to be filled in.
+    /// Mask token, which marks a position to fill.
     pub mask: Option<u32>,
-    /// Fills up batches elsewhere.
+    /// Padding token.
     pub pad: Option<u32>,
     language: LanguagePlace,
-    /// Those that stand around a text and are no language's.
+    /// Special tokens that are not language tokens, such as BOS and EOS.
     roles: Vec<u32>,
 }
 
-/// Where the token of a source's language stands.
+/// Position of the language token in an encoder input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum LanguagePlace {
-    /// Before all that the tokenizer makes of a text, which has none of its own.
+    /// Before all other tokens; the tokenizer adds no language token itself.
     #[default]
     Before,
-    /// The tokenizer puts this one first.
+    /// First token, in place of this language token that the tokenizer adds.
     First(u32),
-    /// The same, last.
+    /// Last token, in place of this language token that the tokenizer adds.
     Last(u32),
 }
 
 impl Tokens {
-    /// Those of a model with these conventions.
+    /// Looks up the special tokens of a model with these prompting defaults.
     pub fn of(tokenizer: &Tokenizer, conventions: &Conventions) -> Tokens {
         match conventions {
             Conventions::Decoder => Tokens::default(),
@@ -47,8 +48,8 @@ impl Tokens {
         }
     }
 
-    /// The special token of a language: by its name, or by a code that stands between underscores in it. Names in angle
-    /// brackets are of places and of ends.
+    /// Returns the language token with this name, or `__name__`. Tokens in angle brackets are not language
+    /// tokens: they mark positions and ends.
     pub fn language(&self, tokenizer: &Tokenizer, name: &str) -> Option<u32> {
         let is_bracketed = name.starts_with('<') && name.ends_with('>');
         let is_language = |id: &u32| !is_bracketed && tokenizer.is_special(*id) && !self.roles.contains(id);
@@ -56,7 +57,7 @@ impl Tokens {
         special(name).or_else(|| special(&format!("__{name}__")))
     }
 
-    /// A source with the token of its language, in the stead of the tokenizer's own.
+    /// Adds a language token to an encoder input, replacing the one that the tokenizer added.
     pub fn with_language(&self, mut ids: Vec<u32>, language: u32) -> Vec<u32> {
         let slot = match self.language {
             LanguagePlace::Before => None,
@@ -71,7 +72,7 @@ impl Tokens {
     }
 }
 
-/// Of the tokens that the tokenizer puts around a text, a language's is the special one that no role is named for.
+/// Determines the position of the language token: the special token around a text that has no other role.
 fn language_place(tokenizer: &Tokenizer, roles: &[u32]) -> LanguagePlace {
     let around = tokenizer.encode("", true).unwrap_or_default();
     let is_language = |id: &&u32| tokenizer.is_special(**id) && !roles.contains(id);

@@ -1,6 +1,6 @@
-//! A folder for the files a test writes.
+//! Temporary folders for tests.
 //!
-//! Invariant: no two live at the same path, and each is removed when it is dropped.
+//! Invariant: every folder has a unique path and is removed when it is dropped.
 
 use crate::formats::Folder;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
+/// A temporary folder, removed on drop.
 pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
@@ -22,7 +23,7 @@ impl Scratch {
         &self.0
     }
 
-    /// The same, as a model's folder.
+    /// Returns the folder as a model folder.
     pub(crate) fn folder(&self) -> Folder {
         Folder::disk(&self.0)
     }

@@ -1,6 +1,6 @@
-//! Small vocabularies for tests, and dice to fill them and to draw ids with.
+//! Small vocabularies for tests, and a random number generator to fill them and to pick ids.
 //!
-//! Invariant: the same seed gives the same vocabulary and the same throws.
+//! Invariant: the same seed gives the same vocabulary and the same numbers.
 
 use crate::testing::Scratch;
 use crate::text::tokenizer::Tokenizer;
@@ -8,10 +8,10 @@ use crate::text::tokenizer::byte_of_character;
 use mainstem_kernels::random::philox;
 use serde_json::{Map, Value, json};
 
-/// In a vocabulary: the id of this place is left out.
+/// Placeholder in a list of tokens: the id at this position is left out.
 const NONE: &str = "";
 
-/// A source of numbers.
+/// A seeded random number generator.
 pub(crate) struct Dice {
     seed: u32,
     thrown: u32,
@@ -22,7 +22,7 @@ impl Dice {
         Dice { seed, thrown: 0 }
     }
 
-    /// A number below `limit`.
+    /// Returns a number below `limit`.
     pub(crate) fn below(&mut self, limit: usize) -> usize {
         self.thrown += 1;
         philox([self.thrown, 0, 0, 0], [self.seed, 0])[0] as usize % limit
@@ -33,14 +33,15 @@ impl Dice {
     }
 }
 
-/// What comes of work that takes a second or two. If it takes minutes, that is a failure.
+/// Runs work that should take a second or two and returns its result. Panics if it takes minutes.
 pub(crate) fn soon<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let (tell, told) = std::sync::mpsc::channel();
-    std::thread::spawn(move || tell.send(work()));
-    told.recv_timeout(std::time::Duration::from_secs(100)).expect("it ends in seconds, not in minutes")
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(work()));
+    receiver.recv_timeout(std::time::Duration::from_secs(100)).expect("the work takes seconds, not minutes")
 }
 
-/// A vocabulary of llama2.c: controls, bytes, `letters`, and `merged` joint pieces with few different scores.
+/// A llama2.c vocabulary: control tokens, bytes, `letters`, and `merged` concatenated pieces with few
+/// distinct scores.
 pub(crate) fn scored_pieces(dice: &mut Dice, letters: &[&str], merged: usize) -> Vec<(f32, Vec<u8>)> {
     let controls = ["<unk>", "\n<s>\n", "\n</s>\n"].map(String::from);
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
@@ -58,7 +59,7 @@ pub(crate) fn scored_pieces(dice: &mut Dice, letters: &[&str], merged: usize) ->
     pieces
 }
 
-/// The pieces as a `tokenizer.bin`.
+/// Encodes the pieces as a `tokenizer.bin`.
 pub(crate) fn scored_file(pieces: &[(f32, Vec<u8>)]) -> Vec<u8> {
     let longest = pieces.iter().map(|(_, piece)| piece.len()).max().unwrap_or(0);
     let mut content = (longest as i32).to_le_bytes().to_vec();
@@ -77,7 +78,7 @@ pub(crate) fn llama2c() -> Tokenizer {
     Tokenizer::from_llama2c(&folder.write("tokenizer.bin", &scored_file(&pieces)), pieces.len()).unwrap()
 }
 
-/// A tokenizer read from a folder with these files.
+/// Loads a tokenizer from a folder with these files.
 pub(crate) fn hub(tokenizer: &Value, config: Option<Value>) -> anyhow::Result<Tokenizer> {
     let folder = Scratch::new();
     folder.write("tokenizer.json", tokenizer.to_string().as_bytes());
@@ -87,7 +88,7 @@ pub(crate) fn hub(tokenizer: &Value, config: Option<Value>) -> anyhow::Result<To
     Tokenizer::from_folder(&folder.folder())
 }
 
-/// A `tokenizer.json` in the manner of GPT-2: ids 0 and 1 are `<s>` and `</s>`, and then come the bytes.
+/// A `tokenizer.json` like that of GPT-2: ids 0 and 1 are `<s>` and `</s>`, followed by the bytes.
 pub(crate) fn byte_level() -> Value {
     let bytes: Vec<String> = (0..=255)
         .map(|byte| {
@@ -108,7 +109,7 @@ pub(crate) fn byte_level() -> Value {
     })
 }
 
-/// A `tokenizer.json` in the manner of Llama 2: `<unk>`, `<s>`, `</s>`, the bytes, and text with U+2581 for
+/// A `tokenizer.json` like that of Llama 2: `<unk>`, `<s>`, `</s>`, the bytes, and text with U+2581 for
 /// spaces.
 pub(crate) fn byte_fallback() -> Value {
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
@@ -137,7 +138,7 @@ pub(crate) fn byte_fallback() -> Value {
     })
 }
 
-/// A `tokenizer.json` in the manner of BERT.
+/// A `tokenizer.json` like that of BERT.
 pub(crate) fn word_piece() -> Value {
     let tokens =
         ["[UNK]", "[SEP]", "the", "##re", "re", "a", "##b", ".", "n", "'", "t", "##t"].map(String::from);
@@ -150,7 +151,7 @@ pub(crate) fn word_piece() -> Value {
     })
 }
 
-/// A `tokenizer.json` in the manner of T5.
+/// A `tokenizer.json` like that of T5.
 pub(crate) fn metaspace() -> Value {
     let tokens =
         ["<unk>", "</s>", "▁", "t", "h", "e", "▁t", "he", "▁the", "▁▁", NONE, "the"].map(String::from);

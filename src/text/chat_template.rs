@@ -1,9 +1,9 @@
-//! Chat templates: from a list of messages to the text the model was trained to answer. The language is
-//! Jinja as `transformers` runs it. A template comes with the model's files and is trusted no further than
-//! they are: it reaches neither files nor environment, and neither loops nor writes without end. What it builds
-//! in memory on the way is not bounded, no more than elsewhere where templates are run.
+//! Chat templates: they render a list of messages as the prompt format that the model was trained on. The
+//! language is Jinja as `transformers` runs it. A template comes with the model's files and is not trusted:
+//! it has no access to files or the environment, and its number of instructions and its output are limited.
+//! Its memory use while it renders is not limited.
 //!
-//! Invariant: the same chat, at the same time of day, always becomes the same text.
+//! Invariant: rendering is deterministic, except for templates that read the current time.
 
 use super::jinja::{self, Clock, Refusal};
 use anyhow::{Context, Result, anyhow};
@@ -15,66 +15,67 @@ use std::error::Error as _;
 use std::fmt;
 use std::io;
 
-/// What one rendering may give.
+/// Maximum size of a rendered prompt in bytes.
 const TEXT_BYTES_MAX: usize = 64 << 20;
 
-/// Put behind the final message to find its end in the text. Templates may take the blank away.
+/// Marker that is appended to the final message to find its end in the rendered text. Templates may trim its
+/// trailing space.
 const END_MARK: &str = "<mainstem:the-final-message-goes-on> ";
 
-/// Stands for what a user says, to learn what a template takes.
+/// User message that is rendered to detect which form of content a template reads.
 const PROBE: &str = "mainstem:probe";
 
 /// A compiled template.
 pub struct ChatTemplate {
     env: Environment<'static>,
-    /// Where the source is from; also the template's name.
+    /// Where the template's source comes from; also the template's name.
     origin: String,
     /// The model's special tokens by name, such as `bos_token`.
     special: Vec<(String, Value)>,
     takes: Takes,
 }
 
-/// A conversation, and how to put it.
+/// A conversation, and options for rendering it.
 #[derive(Clone, Copy, Debug)]
 pub struct Chat<'a> {
     pub messages: &'a [Message],
-    /// Open the assistant's turn at the end.
+    /// Start the assistant's message at the end.
     pub add_generation_prompt: bool,
-    /// Leave the final message open, so that the model goes on with it.
+    /// Leave the final message open, so that the model continues it.
     pub continue_final_message: bool,
-    /// Variables for the template beside the usual ones; they go before special tokens of the same name.
+    /// Additional template variables; they override special tokens of the same name.
     pub kwargs: &'a Map<String, Json>,
 }
 
-/// One turn.
+/// A message of a conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: String,
     pub content: Option<Content>,
-    /// Other fields, such as `name`, as they came.
+    /// Other fields, such as `name`, unchanged.
     pub extra: Map<String, Json>,
 }
 
-/// What is said in a turn.
+/// Content of a message.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     Text(String),
-    /// Pieces of text. A template that does not know of parts gets them as lines of one text.
+    /// Parts of text. A template that does not support parts gets one text, with the parts as its lines.
     Parts(Vec<String>),
 }
 
-/// Why there is no text.
+/// Why rendering failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
-    /// The template, or the rules for its variables, will not have this conversation: the client's fault.
+    /// The template rejected the conversation, or its variables are invalid: an error of the client.
     #[error("{0}")]
     Refused(String),
-    /// The template broke, with the place.
+    /// The template failed; the message contains its name and the line.
     #[error("the chat template failed: {0}")]
     Failed(String),
 }
 
-/// What a template can read as a message's content.
+/// Form of message content that a template reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Takes {
     Text,
@@ -83,7 +84,7 @@ enum Takes {
 }
 
 impl ChatTemplate {
-    /// Compiles `source`. Errors name `origin` and the line.
+    /// Compiles the template `source`, with the special tokens by name. Errors name `origin` and the line.
     pub fn new(origin: &str, source: &str, special: BTreeMap<String, String>) -> Result<ChatTemplate> {
         ChatTemplate::with_clock(origin, source, special, Zoned::now)
     }
@@ -104,7 +105,7 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The prompt for `chat`.
+    /// Renders the prompt for `chat`.
     pub fn render(&self, chat: &Chat) -> Result<String, TemplateError> {
         let reserved = ["messages", "add_generation_prompt"];
         if let Some(name) = reserved.into_iter().find(|name| chat.kwargs.contains_key(*name)) {
@@ -117,13 +118,13 @@ impl ChatTemplate {
         let last =
             messages.last_mut().and_then(|message| message.content.as_mut()).and_then(Content::last_mut);
         let Some(last) = last else {
-            let message = "continue_final_message needs a final message with a text".to_string();
+            let message = "'continue_final_message' needs a final message with text".to_string();
             return Err(TemplateError::Refused(message));
         };
-        let said = last.trim().to_string();
+        let content = last.trim().to_string();
         last.push_str(END_MARK);
         let text = self.text(chat, &messages)?;
-        cut(text, &said)
+        cut(text, &content)
     }
 
     fn text(&self, chat: &Chat, messages: &[Message]) -> Result<String, TemplateError> {
@@ -134,11 +135,11 @@ impl ChatTemplate {
         let usual = [("messages", messages), ("add_generation_prompt", chat.add_generation_prompt.into())];
         let variables = nothing.into_iter().chain(special).chain(kwargs).chain(usual);
         let mut text = Text(Vec::new());
-        let template = self.env.get_template(&self.origin).expect("it was added; anything else is a bug");
+        let template = self.env.get_template(&self.origin).expect("the template was added; this is a bug");
         template
             .render_captured_to(Value::from_pairs(variables), &mut text)
             .map_err(|error| self.blame(&error))?;
-        Ok(String::from_utf8(text.0).expect("a template writes text; anything else is a bug"))
+        Ok(String::from_utf8(text.0).expect("a template writes UTF-8; this is a bug"))
     }
 
     fn message(&self, message: &Message) -> Value {
@@ -153,7 +154,8 @@ impl ChatTemplate {
         Value::from_pairs(fields.into_iter().chain(extra))
     }
 
-    /// Learns what the template reads: a part that comes out as its bare text does was understood.
+    /// Detects which form of content the template reads: parts are supported if they render as the plain text
+    /// does.
     fn probe(&mut self) -> Takes {
         let mut with = |takes| {
             self.takes = takes;
@@ -167,7 +169,7 @@ impl ChatTemplate {
             };
             self.render(&chat).ok().filter(|text| text.contains(PROBE))
         };
-        // Between quotes it stands in a list that was printed.
+        // Quotes around the probe mean that the template printed the list itself.
         let read =
             |text: &String| !text.contains(&format!("'{PROBE}'")) && !text.contains(&format!("\"{PROBE}\""));
         match (with(Takes::Text), with(Takes::Parts)) {
@@ -177,6 +179,7 @@ impl ChatTemplate {
         }
     }
 
+    /// Converts an error of the template engine.
     fn blame(&self, error: &Error) -> TemplateError {
         let mut cause: Option<&dyn std::error::Error> = Some(error);
         while let Some(at) = cause {
@@ -186,8 +189,8 @@ impl ChatTemplate {
             cause = at.source();
         }
         TemplateError::Failed(match error.kind() {
-            ErrorKind::OutOfFuel => format!("{}: it does not come to an end", self.origin),
-            ErrorKind::WriteFailure => format!("{}: the text does not come to an end", self.origin),
+            ErrorKind::OutOfFuel => format!("{}: the template does not terminate", self.origin),
+            ErrorKind::WriteFailure => format!("{}: the rendered text is too long", self.origin),
             _ => place(&self.origin, error),
         })
     }
@@ -200,13 +203,14 @@ impl fmt::Debug for ChatTemplate {
 }
 
 impl Message {
-    /// A turn that is one text.
+    /// Creates a message with one text.
     pub fn new(role: impl Into<String>, text: impl Into<String>) -> Message {
         Message { role: role.into(), content: Some(Content::Text(text.into())), extra: Map::new() }
     }
 }
 
 impl Content {
+    /// Returns the last text.
     fn last_mut(&mut self) -> Option<&mut String> {
         match self {
             Content::Text(text) => Some(text),
@@ -215,22 +219,22 @@ impl Content {
     }
 }
 
-/// The text up to the end of the final message, which says `said`.
-fn cut(mut text: String, said: &str) -> Result<String, TemplateError> {
-    let Some(end) = text.rfind(END_MARK.trim_end()).filter(|_| text.contains(said)) else {
-        let message = "continue_final_message: the chat template changes or hides the final message";
+/// Truncates a rendered text at the end marker of the final message, whose trimmed text is `content`.
+fn cut(mut text: String, content: &str) -> Result<String, TemplateError> {
+    let Some(end) = text.rfind(END_MARK.trim_end()).filter(|_| text.contains(content)) else {
+        let message = "'continue_final_message': the chat template changes or omits the final message";
         return Err(TemplateError::Refused(message.to_string()));
     };
     let is_whole = text[end..].starts_with(END_MARK);
     text.truncate(end);
-    // A template that trims the mark's blank would have trimmed the message's own.
+    // A template that trims the marker's space would have trimmed the message's own.
     if !is_whole {
         text.truncate(text.trim_end().len());
     }
     Ok(text)
 }
 
-/// The deepest error's words, with its line.
+/// Formats the innermost error with the template's name and line.
 fn place(origin: &str, error: &Error) -> String {
     let mut error = error;
     while let Some(inner) = error.source().and_then(|source| source.downcast_ref()) {
@@ -241,10 +245,12 @@ fn place(origin: &str, error: &Error) -> String {
     format!("{origin}{line}: {}{detail}", error.kind())
 }
 
+/// Converts texts to a list of parts of type "text".
 fn parts(texts: &[String]) -> Value {
     texts.iter().map(|text| Value::from_pairs([("type", "text"), ("text", text)])).collect()
 }
 
+/// Converts a JSON value to a template value.
 fn value_of(json: &Json) -> Value {
     match json {
         Json::Null => ().into(),
@@ -260,7 +266,7 @@ fn value_of(json: &Json) -> Value {
     }
 }
 
-/// Takes a rendering's text, up to a limit.
+/// Writer for rendered text with a size limit.
 struct Text(Vec<u8>);
 
 impl io::Write for Text {
@@ -282,7 +288,7 @@ mod tests {
     use super::*;
     use std::path::{Path, PathBuf};
 
-    /// What comes out otherwise than from Python, and no template that was seen needs.
+    /// Expressions with other results than in Python; no known template needs them.
     const DIFFERENT: &[&str] = &[
         "'%s is %d years and %.2f' % ('Ann', 30, 1.5)",
         "'%s' % 'one'",
@@ -312,7 +318,7 @@ mod tests {
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
     }
 
-    /// The time at which the recorded answers were made.
+    /// Returns the time at which the expected results were recorded.
     fn then() -> Zoned {
         jiff::civil::date(2025, 3, 4).at(15, 6, 7, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap()
     }
@@ -343,7 +349,7 @@ mod tests {
         json.as_array().unwrap().iter().map(message).collect()
     }
 
-    /// Whether the outcome is the recorded one: its text, its refusal, or no text at all.
+    /// Returns whether the result equals the recorded one: the text, the rejection, or a failure.
     fn agrees(outcome: &Result<String, TemplateError>, recorded: &Json) -> bool {
         match outcome {
             Ok(text) => recorded["text"] == text.as_str(),
@@ -354,10 +360,10 @@ mod tests {
         }
     }
 
-    fn render(template: &ChatTemplate, said: &[Message]) -> Result<String, TemplateError> {
+    fn render(template: &ChatTemplate, messages: &[Message]) -> Result<String, TemplateError> {
         let kwargs = Map::new();
         template.render(&Chat {
-            messages: said,
+            messages,
             add_generation_prompt: true,
             continue_final_message: false,
             kwargs: &kwargs,
@@ -392,14 +398,14 @@ mod tests {
     #[test]
     fn expressions_give_what_python_gives() {
         let file = recorded(&fixtures().join("expressions.json"));
-        let said = messages(&file["messages"]);
+        let messages = messages(&file["messages"]);
         let mut different = Vec::new();
         for case in file["expressions"].as_array().unwrap() {
             let expression = case["expression"].as_str().unwrap();
             let source = format!("{{{{ {expression} }}}}");
             let template = ChatTemplate::new("a.jinja", &source, special(&file));
             let outcome = match &template {
-                Ok(template) => render(template, &said),
+                Ok(template) => render(template, &messages),
                 Err(error) => Err(TemplateError::Failed(format!("{error:#}"))),
             };
             if !agrees(&outcome, case) {
@@ -411,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_template_takes_is_found_out() {
+    fn the_form_of_content_is_detected() {
         for (name, takes) in [
             ("chatml", Takes::Text),
             ("folded", Takes::Text),
@@ -423,26 +429,26 @@ mod tests {
             let source = std::fs::read_to_string(fixtures().join(name).with_extension("jinja")).unwrap();
             assert_eq!(template(&source).takes, takes, "{name}");
         }
-        // One that needs a variable it is not given here cannot be asked.
+        // A template that needs a variable which the probe does not set cannot be probed.
         assert_eq!(template("{{ needed.inner }}{{ messages[0].content }}").takes, Takes::Text);
     }
 
     #[test]
-    fn lines_end_in_one_way_whatever_wrote_the_file() {
+    fn line_endings_are_normalized() {
         let written = template("{% if true %}\r\na\r\n{{ 'b\r\nc' }}\r{% endif %}\r\n");
         assert_eq!(render(&written, &[]).unwrap(), "a\nb\nc\n");
     }
 
     #[test]
-    fn what_cannot_be_compiled_is_told_with_its_line() {
+    fn syntax_errors_name_the_line() {
         let error = ChatTemplate::new("some/chat.jinja", "a\n{% if %}", BTreeMap::new()).err().unwrap();
         assert!(format!("{error:#}").contains("some/chat.jinja, line 2: syntax error"), "{error:#}");
     }
 
     #[test]
-    fn what_fails_is_told_with_its_line_and_what_is_refused_in_its_words() {
-        let said = [Message::new("user", "hi")];
-        let failed = |source: &str| match render(&template(source), &said) {
+    fn failures_name_the_line_and_rejections_keep_their_message() {
+        let messages = [Message::new("user", "hi")];
+        let failed = |source: &str| match render(&template(source), &messages) {
             Err(TemplateError::Failed(message)) => message,
             other => panic!("{source}: {other:?}"),
         };
@@ -454,7 +460,7 @@ mod tests {
         }
         let refused = Err(TemplateError::Refused("not so".into()));
         let source = "{% macro m() %}{{ raise_exception('not so') }}{% endmacro %}{{ m() }}";
-        assert_eq!(render(&template(source), &said), refused);
+        assert_eq!(render(&template(source), &messages), refused);
     }
 
     #[test]
@@ -462,8 +468,8 @@ mod tests {
         let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
         let long = "{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}";
         for (source, part) in [
-            (loops, "it does not come to an end"),
-            (long, "the text does not come to an end"),
+            (loops, "the template does not terminate"),
+            (long, "the rendered text is too long"),
             ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion limit"),
         ] {
             let error = render(&template(source), &[]).unwrap_err();
@@ -474,13 +480,13 @@ mod tests {
     #[test]
     fn a_long_conversation_is_far_from_the_limits() {
         let source = std::fs::read_to_string(fixtures().join("dated.jinja")).unwrap();
-        let said: Vec<_> = (0..10_000).map(|i| Message::new("user", format!("{i}."))).collect();
-        let text = render(&template(&source), &said).unwrap();
+        let messages: Vec<_> = (0..10_000).map(|i| Message::new("user", format!("{i}."))).collect();
+        let text = render(&template(&source), &messages).unwrap();
         assert!(text.contains("9998.") && text.contains("9999."));
     }
 
     #[test]
-    fn the_variables_that_are_the_servers_cannot_be_set() {
+    fn reserved_variables_cannot_be_set() {
         let kwargs = Map::from_iter([("messages".to_string(), Json::Null)]);
         let chat = Chat {
             messages: &[],
@@ -496,7 +502,7 @@ mod tests {
     #[test]
     fn only_a_message_that_is_shown_can_be_continued() {
         let kwargs = Map::new();
-        let said = |messages: &[Message], source: &str| {
+        let render_open = |messages: &[Message], source: &str| {
             template(source).render(&Chat {
                 messages,
                 add_generation_prompt: false,
@@ -505,8 +511,8 @@ mod tests {
             })
         };
         let hi = [Message::new("assistant", "hi ")];
-        assert_eq!(said(&hi, "<{{ messages[0].content }}>").unwrap(), "<hi ");
-        assert_eq!(said(&hi, "<{{ messages[0].content | trim }}>").unwrap(), "<hi");
+        assert_eq!(render_open(&hi, "<{{ messages[0].content }}>").unwrap(), "<hi ");
+        assert_eq!(render_open(&hi, "<{{ messages[0].content | trim }}>").unwrap(), "<hi");
         let silent = [Message { content: None, ..hi[0].clone() }];
         for (messages, source) in [
             (&hi[..], "hidden"),
@@ -514,7 +520,7 @@ mod tests {
             (&[], "{{ messages }}"),
             (&silent, "{{ messages[0].content }}"),
         ] {
-            assert!(matches!(said(messages, source), Err(TemplateError::Refused(_))), "{source}");
+            assert!(matches!(render_open(messages, source), Err(TemplateError::Refused(_))), "{source}");
         }
     }
 }

@@ -1,35 +1,36 @@
-//! Ids to text as they come: what leaves is certain, and together it is what decoding all at once would give.
+//! Incremental detokenization: token ids to text, with the same result as decoding all ids at once.
 //!
-//! Invariant: never half a character leaves, and the state is bounded: a few bytes, or a few tokens.
+//! Invariant: only complete characters are output, and the state is bounded: a few bytes, or a few tokens.
 
 use super::tokenizer::{Joining, Opening, Tokenizer};
 use std::sync::Arc;
 
-/// How many of a prompt's last tokens are looked at. Each has at least a byte, and a character has at most
-/// four.
+/// Number of a prompt's last tokens that are considered. Each has at least one byte, and a character has at
+/// most four.
 const PROMPT_TOKENS: usize = 8;
 
-/// Tokens that may be held back while their text ends in U+FFFD. A character has at most four bytes, so what
-/// is still U+FFFD after as many tokens stays so.
+/// Maximum number of tokens that are held back while their text ends in U+FFFD. A character has at most four
+/// bytes, so U+FFFD is final after as many tokens.
 const HELD_TOKENS: usize = 4;
 
-/// Turns one sequence's ids into text.
+/// Converts the token ids of one sequence to text, id by id.
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
     tail: Tail,
 }
 
-/// What of the text so far bears on the text to come.
+/// State that the text of the next tokens depends on.
 enum Tail {
-    /// Bytes joined side by side: the beginning of a character, at most three bytes.
+    /// Tokens are concatenated as bytes: an incomplete character of at most three bytes, and the handling of
+    /// leading spaces.
     Bytes { pending: Vec<u8>, opening: Opening },
-    /// Tokens joined by the library: those shown last, and after them those held back.
+    /// Tokens are decoded by the library: `ids` are the `shown` tokens output last, then those held back.
     Tokens { ids: Vec<u32>, shown: usize },
 }
 
 impl Detokenizer {
-    /// A detokenizer at the beginning of a text.
+    /// Creates a detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Detokenizer {
         let tail = match tokenizer.joining() {
             Joining::Bytes { opening } => Tail::Bytes { pending: Vec::new(), opening },
@@ -38,7 +39,7 @@ impl Detokenizer {
         Detokenizer { tokenizer, skip_special, tail }
     }
 
-    /// Goes on after a prompt, whose text does not leave. A character that the prompt begins leaves whole
+    /// Continues after a prompt, whose text is not output. A character that starts in the prompt is output
     /// once it is complete.
     pub fn with_prompt(mut self, prompt: &[u32]) -> Detokenizer {
         if let Tail::Bytes { opening, .. } = &mut self.tail
@@ -54,7 +55,7 @@ impl Detokenizer {
         self
     }
 
-    /// Takes the next id and returns the text that is certain now.
+    /// Adds the next id. Returns the text that is final now, which may be empty.
     pub fn push(&mut self, id: u32) -> String {
         if !self.tokenizer.is_spoken(id, self.skip_special) {
             return String::new();
@@ -80,7 +81,7 @@ impl Detokenizer {
         }
     }
 
-    /// Whether the text of every id so far has left.
+    /// Returns whether the text of all ids so far has been output.
     pub fn holds_nothing(&self) -> bool {
         match &self.tail {
             Tail::Bytes { pending, .. } => pending.is_empty(),
@@ -88,7 +89,7 @@ impl Detokenizer {
         }
     }
 
-    /// The text of what is held back still, when no more ids come.
+    /// Returns the text that is still held back, at the end of the ids.
     pub fn finish(&mut self) -> String {
         match &mut self.tail {
             Tail::Bytes { pending, .. } => String::from_utf8_lossy(&std::mem::take(pending)).into_owned(),
@@ -101,12 +102,12 @@ impl Detokenizer {
     }
 }
 
-/// Whether a token has a part in the text that is not all spaces.
+/// Returns whether a token contributes text other than spaces.
 fn is_text(tokenizer: &Tokenizer, id: u32, skip_special: bool) -> bool {
     tokenizer.is_spoken(id, skip_special) && tokenizer.token_bytes(id).iter().any(|byte| *byte != b' ')
 }
 
-/// What the tokens after the first `shown` add to the text of these.
+/// Returns the text that the tokens after the first `shown` add to the text of those.
 fn text_of_held(tokenizer: &Tokenizer, ids: &[u32], shown: usize) -> String {
     // The library's decoders do not fail; if one did, its tokens would have no text.
     let join = |ids| tokenizer.join(ids).unwrap_or_default();
@@ -114,7 +115,7 @@ fn text_of_held(tokenizer: &Tokenizer, ids: &[u32], shown: usize) -> String {
     all.get(before.len()..).unwrap_or_default().to_owned()
 }
 
-/// Takes from `pending` all but a character that may yet be completed.
+/// Takes all text from `pending` except for a last character that may still be completed.
 fn take_certain(pending: &mut Vec<u8>) -> String {
     let mut text = String::new();
     let mut taken = 0;
@@ -133,7 +134,7 @@ fn take_certain(pending: &mut Vec<u8>) -> String {
     text
 }
 
-/// Whether more bytes could make a character of these.
+/// Returns whether the bytes are the beginning of a valid character.
 fn is_beginning(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
@@ -154,12 +155,12 @@ mod tests {
         small.chain(fixtures).map(Arc::new).collect()
     }
 
-    /// What leaves for `answer` after `prompt`, piece by piece, the rest last.
+    /// Detokenizes `answer` after `prompt`. Returns the output for each id, then that of `finish`.
     fn pieces(tokenizer: &Arc<Tokenizer>, skip: bool, prompt: &[u32], answer: &[u32]) -> Vec<String> {
         let mut detokenizer = Detokenizer::new(tokenizer.clone(), skip).with_prompt(prompt);
         let mut pieces: Vec<String> = answer.iter().map(|id| detokenizer.push(*id)).collect();
         pieces.push(detokenizer.finish());
-        assert_eq!(detokenizer.finish(), "", "what has left does not leave again");
+        assert_eq!(detokenizer.finish(), "", "text is output only once");
         pieces
     }
 
@@ -167,7 +168,7 @@ mod tests {
     fn pieces_together_are_the_text_decoded_at_once() {
         let mut dice = Dice::new(31);
         for tokenizer in samples() {
-            // Half of all ids from the end of the vocabulary, where text is; a few beyond it.
+            // Half of the ids are from the end of the vocabulary, where text tokens are; a few are beyond it.
             let vocab = tokenizer.vocab_size();
             let mut compared = 0;
             for _ in 0..1_000 {
@@ -179,7 +180,7 @@ mod tests {
                 let [before, all] = [prompt, &ids].map(|ids| tokenizer.decode(ids, skip).unwrap());
                 let pieces = pieces(&tokenizer, skip, prompt, answer).concat();
                 if before.ends_with(char::REPLACEMENT_CHARACTER) {
-                    // The prompt may end within a character; that one then leaves whole.
+                    // A character that starts in the prompt is output as a whole.
                     assert!(all.ends_with(&pieces), "{tokenizer:?} {prompt:?} {answer:?}");
                     continue;
                 }
@@ -203,7 +204,7 @@ mod tests {
                 pieces(&tokenizer, true, &[], &cut),
                 ["", "", "\u{fffd}a", "\u{fffd}", "", "", "\u{fffd}"]
             );
-            // Begun by the prompt, completed by the answer.
+            // The character starts in the prompt and is completed afterwards.
             assert_eq!(pieces(&tokenizer, true, &smile[..3], &smile[3..]), ["", "\u{1f600}", "b", ""]);
         }
     }
@@ -216,7 +217,7 @@ mod tests {
         assert_eq!(pieces(&tokenizer, true, &[1], &[the, the]), ["the", " the", ""]);
         assert_eq!(pieces(&tokenizer, true, &[1, the], &[the, 2, the]), [" the", "", " the", ""]);
         assert_eq!(pieces(&tokenizer, false, &[1], &[the, 2]), [" the", "</s>", ""]);
-        // Special tokens at the prompt's end, more than are looked at, do not hide the text before them.
+        // More special tokens at the prompt's end than are considered do not hide the text before them.
         let prompt = [&[the][..], &[2; 3 * PROMPT_TOKENS]].concat();
         assert_eq!(pieces(&tokenizer, true, &prompt, &[the]), [" the", ""]);
     }

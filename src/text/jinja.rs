@@ -1,7 +1,7 @@
-//! Jinja as chat templates expect it: Python's. The engine is close to it; what templates were seen to need
-//! beyond it is here, and the tests of `chat_template` hold both to what Python gives.
+//! The Jinja dialect of chat templates, that of Python. The template engine is close to it; this module adds
+//! what known templates need beyond it, and the tests of `chat_template` compare both with Python's results.
 //!
-//! Invariant: whatever a template does, it reaches nothing outside its variables.
+//! Invariant: a template has access only to its variables.
 
 use jiff::Zoned;
 use minijinja::syntax::SyntaxConfig;
@@ -12,19 +12,20 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use std::fmt;
 use std::sync::Arc;
 
-/// What one rendering may take; a conversation of a thousand messages takes about a fiftieth of it.
+/// Maximum number of instructions of one rendering. A conversation of a thousand messages takes about a
+/// fiftieth of it.
 const INSTRUCTIONS_MAX: u64 = 5_000_000;
 
-/// Nested macros cost four each; more would not fit a thread's stack in debug builds.
+/// Recursion limit. Each nested macro counts four; a higher limit overflows a thread's stack in debug builds.
 const DEPTH_MAX: usize = 200;
 
-/// Longest text that padding makes.
+/// Maximum number of characters of a padded text.
 const WIDTH_MAX: usize = 10_000;
 
-/// What `strftime_now` reads.
+/// Source of the current time for `strftime_now`.
 pub type Clock = fn() -> Zoned;
 
-/// The message of a template's `raise_exception`.
+/// Error with the message of a template's `raise_exception`.
 #[derive(Debug)]
 pub struct Refusal(pub String);
 
@@ -36,11 +37,11 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// The language, with a clock for `strftime_now`.
+/// Returns a template environment with all filters, tests and functions. `clock` is read by `strftime_now`.
 pub fn environment(clock: Clock) -> Environment<'static> {
     let mut env = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    env.set_syntax(syntax.expect("no delimiter is changed; anything else is a bug"));
+    env.set_syntax(syntax.expect("the default delimiters are valid; this is a bug"));
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_recursion_limit(DEPTH_MAX);
     env.set_fuel(Some(INSTRUCTIONS_MAX));
@@ -68,8 +69,9 @@ fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
-/// The source as the engine reads it. Lines end as Python ends them. `{% generation %}` marks the assistant's
-/// words for training and changes no text; `with` scopes the same.
+/// Converts a template's source to the engine's syntax. Line endings become `\n`, as in Python. `{%
+/// generation %}`, which marks the assistant's text for training and does not change it, becomes `with`,
+/// which has the same scope.
 pub fn prepared(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut text = String::with_capacity(source.len());
@@ -90,18 +92,19 @@ pub fn prepared(source: &str) -> String {
     text + rest
 }
 
-/// As `filters::int`, but what is no number is the default, which is 0.
+/// The `int` filter: as `filters::int`, but values that are not numbers become the default, which is 0.
 fn int(state: &State, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
     let default = default.or(options.get("default")?).unwrap_or(Value::from(0));
     filters::int(state, value, Some(default), None, options)
 }
 
-/// As [`int`] for fractions.
+/// The `float` filter: values that are not numbers become the default, which is 0.0.
 fn float(state: &State, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
     let default = default.or(options.get("default")?).unwrap_or(Value::from(0.0));
     filters::float(state, value, Some(default), options)
 }
 
+/// The `replace` filter, with Python's optional count.
 fn replace(text: StringInput, from: &str, to: &str, count: Option<usize>) -> String {
     match count {
         Some(count) => text.as_str().replacen(from, to, count),
@@ -109,14 +112,14 @@ fn replace(text: StringInput, from: &str, to: &str, count: Option<usize>) -> Str
     }
 }
 
-/// Python's methods: those that the engine's own table lacks, then that table.
+/// Calls a Python method: one that `minijinja_contrib` lacks, or else one of its own.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let result = match value.kind() {
         ValueKind::String => text_method(value.as_str().unwrap_or_default(), name, args)?,
         ValueKind::Seq if name == "index" => {
             let (wanted,): (&Value,) = from_args(args)?;
             let found = value.try_iter()?.position(|item| item == *wanted);
-            Some(found.ok_or_else(|| invalid("the list has no such item"))?.into())
+            Some(found.ok_or_else(|| invalid("the list does not contain the item"))?.into())
         }
         ValueKind::Map if name == "copy" && args.is_empty() => Some(value.clone()),
         _ => None,
@@ -127,10 +130,11 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
     }
 }
 
+/// Calls a method of Python's `str`; `None` if it is not one of those here.
 fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let part = || from_args::<(&str,)>(args).map(|(part,)| part);
     let found = |at: Option<usize>| {
-        at.map(|at| text[..at].chars().count().into()).ok_or_else(|| invalid("the text has no such part"))
+        at.map(|at| text[..at].chars().count().into()).ok_or_else(|| invalid("substring not found"))
     };
     Ok(Some(match name {
         "removeprefix" => text.strip_prefix(part()?).unwrap_or(text).into(),
@@ -152,7 +156,8 @@ fn partition(halves: Option<(&str, &str)>, separator: &str, whole: [&str; 3]) ->
     Value::from(Tuple::from(three.map(Value::from)))
 }
 
-/// The separator, if any, and how often to split at most, if there is a limit.
+/// Parses the arguments of `split` and `rsplit`: the optional separator, and the optional maximum number of
+/// splits.
 fn split_args(args: &[Value]) -> Result<(Option<Arc<str>>, Option<i64>), Error> {
     let (separator, limit, options): (Option<Arc<str>>, Option<i64>, Kwargs) = from_args(args)?;
     let separator = separator.or(options.get("sep")?);
@@ -178,7 +183,8 @@ fn split_from_right(text: &str, args: &[Value]) -> Result<Value, Error> {
     }
 }
 
-/// The text with as many fillers before and behind it as `sides` makes of those that lack.
+/// Pads a text to a width. `sides` divides the number of missing characters between the left and the right
+/// side.
 fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> Result<Value, Error> {
     let (width, filler): (usize, Option<&str>) = from_args(args)?;
     let lacking = width.min(WIDTH_MAX).saturating_sub(text.chars().count());
@@ -187,16 +193,17 @@ fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> R
     Ok(format!("{}{text}{}", filler.repeat(before), filler.repeat(behind)).into())
 }
 
-/// How Python's `json.dumps` puts a value.
+/// Formatting options of Python's `json.dumps`.
 struct Dump {
     is_ascii: bool,
     sorts_keys: bool,
-    /// One level's indentation; without it all stands on one line.
+    /// Indentation per level; without it the output is a single line.
     indent: Option<String>,
     item_separator: String,
     key_separator: String,
 }
 
+/// The `tojson` filter.
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent = match options.get::<Option<Value>>("indent")? {
         None => None,
@@ -204,14 +211,14 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
         Some(indent) => match (indent.as_usize(), indent.to_str()) {
             (Some(blanks), _) => Some(" ".repeat(blanks.min(16))),
             (_, Some(text)) => Some(text.to_string()),
-            _ => return Err(invalid("tojson: indent must be a number or a text")),
+            _ => return Err(invalid("tojson: indent must be a number or a string")),
         },
     };
     let separators = options.get::<Option<Vec<String>>>("separators")?;
     let usual = || vec![if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()];
     let Ok([item_separator, key_separator]) = <[String; 2]>::try_from(separators.unwrap_or_else(usual))
     else {
-        return Err(invalid("tojson: separators must be two texts"));
+        return Err(invalid("tojson: separators must be two strings"));
     };
     let is_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
     let sorts_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
@@ -245,7 +252,7 @@ impl Dump {
                     self.value(out, &value.get_item(key)?, depth + 1)
                 })?;
             }
-            kind => return Err(invalid(format!("tojson: cannot put {kind} as JSON"))),
+            kind => return Err(invalid(format!("tojson: cannot convert {kind} to JSON"))),
         }
         Ok(())
     }
@@ -280,7 +287,7 @@ impl Dump {
         }
     }
 
-    /// Keys are texts, whatever they were.
+    /// Writes an object key; numbers, booleans and None become strings.
     fn key(&self, out: &mut String, key: &Value) -> Result<(), Error> {
         match key.kind() {
             ValueKind::String => self.text(out, key.as_str().unwrap_or_default()),
@@ -318,7 +325,7 @@ impl Dump {
     }
 }
 
-/// A number in Python's words.
+/// Formats a number as Python does.
 fn number(value: &Value) -> Result<String, Error> {
     if value.is_integer() {
         return Ok(value.to_string());

@@ -1,6 +1,6 @@
-//! Text to token ids and back, whole or token by token.
+//! Tokenization, incremental detokenization, stop strings and chat templates.
 //!
-//! Invariant: what a [`Detokenizer`] hands out piece by piece is what [`Tokenizer::decode`] gives at once.
+//! Invariant: the concatenated output of a [`Detokenizer`] equals [`Tokenizer::decode`] of all its ids.
 
 pub mod tokenizer;
 

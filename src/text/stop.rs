@@ -1,43 +1,44 @@
-//! Stop strings: found in text that comes in pieces, wherever the pieces' edges are.
+//! Search for stop strings in text that arrives in pieces.
 //!
-//! Invariant: what leaves is what would leave if the text came character by character; text that may be the
-//! beginning of a stop string never leaves before it is known not to be one.
+//! Invariant: the output does not depend on where the pieces are split, and text that may be the beginning of
+//! a stop string is held back until it is known not to be one.
 
 use std::sync::Arc;
 
-/// Looks for the first of several strings.
+/// Searches a stream of text for the first of several stop strings.
 #[derive(Debug)]
 pub struct StopMatcher {
     stops: Arc<[String]>,
-    /// The stop string itself leaves too.
+    /// Include the stop string in the output.
     keeps_stop: bool,
-    /// The end of the text so far that may be the beginning of a stop string.
+    /// End of the text so far that may be the beginning of a stop string.
     held: String,
 }
 
-/// What a piece of text brought.
+/// Result of searching one piece of text.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Searched {
-    /// Text that is certain now.
+    /// Text that can be output now.
     pub text: String,
-    /// The index of the stop string that was found. The text ends before it, or with it.
+    /// Index of the stop string that was found. The text ends before it, or with it if stop strings are
+    /// included.
     pub hit: Option<usize>,
 }
 
 impl StopMatcher {
-    /// A matcher at the beginning of a text. No string may be empty.
+    /// Creates a matcher at the beginning of a text. Panics if a stop string is empty.
     pub fn new(stops: Arc<[String]>, keeps_stop: bool) -> StopMatcher {
         assert!(stops.iter().all(|stop| !stop.is_empty()), "a stop string is never empty; this is a bug");
         StopMatcher { stops, keeps_stop, held: String::new() }
     }
 
-    /// Whether there is nothing to look for.
+    /// Returns whether there are no stop strings.
     pub fn is_idle(&self) -> bool {
         self.stops.is_empty()
     }
 
-    /// Takes the next piece in. The stop string that is complete first is the one that is found; of several
-    /// complete at once, the longest. After a hit there must be no further call.
+    /// Searches the next piece of text. Finds the stop string that is completed first; of several completed
+    /// by the same character, the longest. Must not be called again after a hit.
     pub fn push(&mut self, piece: String) -> Searched {
         if self.is_idle() {
             return Searched { text: piece, hit: None };
@@ -57,26 +58,26 @@ impl StopMatcher {
         Searched { text: std::mem::replace(&mut self.held, rest), hit: None }
     }
 
-    /// The text that is held still, when no more comes.
+    /// Returns the text that is still held back, at the end of the text.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// The longest stop string that ends at the byte `end` of the held text: its index and its length.
+    /// Returns the index and the length of the longest stop string that ends at byte `end` of the held text.
     fn ending_at(&self, end: usize) -> Option<(usize, usize)> {
         let text = &self.held.as_bytes()[..end];
         let complete = self.stops.iter().enumerate().filter(|(_, stop)| text.ends_with(stop.as_bytes()));
         complete.map(|(index, stop)| (index, stop.len())).max_by_key(|(_, len)| *len)
     }
 
-    /// The length in bytes of the longest end of the held text that begins a stop string.
+    /// Returns the length in bytes of the longest suffix of the held text that is a prefix of a stop string.
     fn beginning(&self) -> usize {
         let text = self.held.as_bytes();
         let begins = |stop: &String| {
             let longest = (stop.len() - 1).min(text.len());
             (1..=longest).rev().find(|len| text.ends_with(&stop.as_bytes()[..*len])).unwrap_or(0)
         };
-        // What equals the beginning of a text begins with the first byte of a character.
+        // A prefix of a stop string starts at a character boundary.
         self.stops.iter().map(begins).max().unwrap_or(0)
     }
 }
@@ -90,7 +91,7 @@ mod tests {
         StopMatcher::new(stops.iter().map(|stop| stop.to_string()).collect(), keeps_stop)
     }
 
-    /// What leaves of a text given in pieces, and what was found.
+    /// Searches a text in pieces. Returns the output and the stop string that was found.
     fn search(matcher: &mut StopMatcher, pieces: &[&str]) -> (String, Option<usize>) {
         let mut left = String::new();
         for piece in pieces {
@@ -132,8 +133,8 @@ mod tests {
         assert_eq!(search(&mut matcher(&["c", "abc", "bc"], false), &["xabc"]), ("x".into(), Some(1)));
     }
 
-    /// Over a small alphabet, in which stop strings overlap themselves and each other, any cut of a text gives
-    /// what the text as a whole gives, and that is what a plain search gives.
+    /// Over a small alphabet, in which stop strings overlap themselves and each other, any split of a text
+    /// gives the result of a plain search of the whole text.
     #[test]
     fn the_edges_of_pieces_do_not_matter() {
         let mut dice = Dice::new(5);

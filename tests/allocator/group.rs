@@ -1,5 +1,4 @@
-//! Between a step's coming and its going, the threads of a group's devices allocate nothing: what they hand on lies in
-//! buffers that go round.
+//! Tests that the device threads of a group do not allocate during a step: hand-offs use recycled buffers.
 
 use mainstem::actors::device::{Factory, Step};
 use mainstem::actors::group::{Devices, Group, GroupConfig};
@@ -12,10 +11,10 @@ thread_local! {
     static IS_DEVICE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Allocations of devices' threads.
+/// Number of allocations on device threads.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// The allocator was asked for memory on this thread.
+/// Counts an allocation if this thread is a device thread.
 pub fn allocated() {
     if IS_DEVICE.try_with(Cell::get).unwrap_or(false) {
         MADE.fetch_add(1, Ordering::SeqCst);
@@ -24,7 +23,7 @@ pub fn allocated() {
 
 const WIDTH: usize = 16;
 
-/// Exchanges and hands on, and computes nothing.
+/// A device that only exchanges and passes on data.
 struct Idle {
     collective: Box<dyn Collective>,
     x: Vec<f32>,
@@ -47,7 +46,8 @@ impl Executor for Idle {
     }
 }
 
-/// Three stages of two, and more lanes than stages: a stage that is slow for a moment has several steps before it.
+/// Three stages of two ranks, and more lanes than stages: several steps may queue before a stage that is
+/// briefly slow.
 pub fn devices_of_a_group_allocate_nothing_for_a_step(limits: StepLimits) {
     const LANES: usize = 5;
     let idle =

@@ -1,6 +1,6 @@
-//! All memory is taken at start, and as much as was announced: between `Run` and its answer nothing is
-//! allocated, on any thread, neither from the allocator, which counts here, nor in buffers of the device. A
-//! binary of its own, because the allocator is the process's.
+//! Tests that all memory is allocated at start, in the announced amount: between `Run` and its answer, no
+//! thread allocates from the global allocator, which is counted here, or in device buffers. This is a
+//! separate binary because the global allocator is per process.
 
 #[path = "group.rs"]
 mod group;
@@ -25,7 +25,7 @@ struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is handed on to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
@@ -51,8 +51,8 @@ fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: Want)
     Span { model, stack, slot, start, tokens, table, reserved: 128, source: 0, want }
 }
 
-/// Whole prompts, chunks, decoded rows, a hole, a move, scores and draws of every kind, with biases and
-/// without.
+/// Whole prompts, chunks, decoded rows, a hole, a move, scores and all sampling modes, with and without
+/// biases.
 fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     let greedy = SampleRow { logprob: true, top_logprobs: 5, ..SampleRow::GREEDY };
     let drawn = SampleRow { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
@@ -117,8 +117,8 @@ fn main() {
     println!("test parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
 }
 
-/// The sizes by which memory is shared out before anything is allocated, against what then is, to the byte:
-/// for the fast backend, whose pages have padding in one of these fixtures, and for the oracle.
+/// The forecast sizes equal the actual allocations to the byte, for the fast backend, whose pages have
+/// padding in one of these fixtures, and for the oracle.
 fn what_is_allocated_is_what_the_formulas_say() {
     for fixture in ["f16", "gqa", "gguf/q4_0.gguf"] {
         let source = open(fixture);
@@ -134,7 +134,7 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
     let limits = limits(source);
     let page = page_bytes(&source.spec, kv.ty, limits.page_positions).expect("a page is small");
     let (mut report, all) = report_of(backend(), source, kv);
-    // Matrices as they are stored, vectors in F32, and a cosine and a sine for each pair of a head.
+    // Matrices as stored, vectors in F32, and a cosine and a sine for each pair of a head.
     let tensors = report.tensors.iter().map(|tensor| match tensor.shape.as_slice() {
         [width] => width * size_of::<f32>(),
         _ => tensor.bytes,
@@ -158,7 +158,7 @@ fn cpu() -> CpuBackend {
         .expect("the CPU is there")
 }
 
-/// A model's own report, and the bytes of all buffers it has.
+/// Returns a model's report, and the bytes of all its buffers.
 fn report_of<B: Backend>(backend: B, source: &ModelSource, kv: KvPlan) -> (ExecutorReport, usize) {
     let before = HostBuf::allocated();
     let executor = ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits(source))
@@ -193,7 +193,7 @@ fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
     }
 }
 
-/// Two sources, and what a decoder or who asks of an encoder makes of them.
+/// Two encoder inputs, with the rows of a decoder or of an encoder-only model.
 fn sources(limits: &StepLimits, has_decoder: bool) -> StepBatch {
     let mut batch = StepBatch::with_capacity(limits);
     batch.tokens.extend(3..73);
@@ -219,12 +219,12 @@ fn sources(limits: &StepLimits, has_decoder: bool) -> StepBatch {
     batch
 }
 
-/// A member that waits for nobody: what it computes means nothing, and takes as much memory.
+/// A collective without other ranks: the results are meaningless, but the memory use is the same.
 struct Deaf {
     rank: usize,
 }
 
-/// Members of each stage here.
+/// Ranks per stage.
 const MEMBERS: usize = 2;
 
 impl Collective for Deaf {
@@ -249,7 +249,7 @@ impl Collective for Deaf {
 const PARTED: [&str; 5] =
     ["gqa", "families/invented_one", "families/qwen2_moe", "families/opt_350m", "families/m2m100"];
 
-/// Two stages of two members.
+/// Two stages of two ranks.
 fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
     for fixture in PARTED {
         let source = open(fixture);
@@ -283,7 +283,7 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
     }
 }
 
-/// All but the last layer of the decoder, or that one.
+/// Returns all layers except the last layer of the decoder, or only that one.
 fn shard(source: &ModelSource, stage: usize, rank: usize) -> Shard {
     let whole = Shard::whole(&source.spec);
     let (layers, sources) = (whole.decoder.end, whole.encoder.end);
@@ -294,7 +294,7 @@ fn shard(source: &ModelSource, stage: usize, rank: usize) -> Shard {
     Shard { encoder, decoder, rank, shares: vec![1; MEMBERS], ..whole }
 }
 
-/// A member whose report is what was foretold.
+/// Checks that the report of a rank equals its forecast.
 fn member(what: &str, source: &ModelSource, shard: &Shard, limits: StepLimits) -> ModelExecutor<CpuBackend> {
     let mut forecast = forecast(cpu(), source, shard, KV, limits).expect("the fixture is open");
     let mut backend = cpu();

@@ -1,12 +1,13 @@
-//! What others' programs make of this one: the official OpenAI package in a scripted session, and promtool on
-//! `/metrics` and on the monitoring files. What is not on this machine is told and counted, which a test
-//! harness would keep to itself: hence a binary without one.
+//! Checks with third-party programs: the official OpenAI package in a scripted session, and promtool on
+//! `/metrics` and on the monitoring files. Checks whose program is not installed are reported and counted; a
+//! test harness would hide that, so this binary has none.
 //!
-//! `CLIENTS_PYTHON` is a Python with the packages of `clients/requirements.txt`, else that of
-//! `target/clients-venv`. With `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a
-//! missing promtool. (The prefix of the program's own settings is not theirs: it refuses those it does not know.)
+//! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
+//! that of `target/clients-venv`. With `CLIENTS_REQUIRED=1` a missing package is a failure, with
+//! `PROMTOOL_REQUIRED=1` a missing promtool. (The variables do not have the program's prefix, because it
+//! refuses unknown variables with it.)
 //!
-//! Invariant: every check is one line, and the last line counts them.
+//! Invariant: every check prints one line, and the last line counts them.
 
 #[path = "../it/program.rs"]
 mod program;
@@ -19,15 +20,15 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// Longer than a server takes to start, or a tool to answer.
+/// Timeout of a server start or a tool.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Longer than the whole session.
+/// Timeout of the whole session.
 const SESSION: Duration = Duration::from_secs(540);
 
 const KEY: &str = "the-key-of-this-test";
 
 fn main() -> ExitCode {
-    // As a harness would: `cargo test NAME` runs what has NAME in its name.
+    // Like a test harness, `cargo test NAME` selects checks by name.
     let filters: Vec<_> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     if !filters.is_empty() && !filters.iter().any(|filter| "clients".contains(filter.as_str())) {
         println!("clients: not run, for none of {filters:?} is in its name");
@@ -49,7 +50,7 @@ fn checks(report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// What came of the checks.
+/// The results of the checks.
 #[derive(Default)]
 struct Report {
     passed: usize,
@@ -58,7 +59,7 @@ struct Report {
 }
 
 impl Report {
-    /// Prints a check's line and counts it, if the line is one.
+    /// Prints a line, and counts it if it is the result of a check.
     fn note(&mut self, line: &str) {
         println!("{line}");
         match line.split(' ').next() {
@@ -76,7 +77,7 @@ impl Report {
         }
     }
 
-    /// A check that cannot be made here, which fails if the variable says that it must.
+    /// Reports a skipped check, which is a failure if the variable requires it.
     fn missing(&mut self, name: &str, why: &str, required_by: &str) {
         match env::var_os(required_by).is_some_and(|value| value == "1") {
             true => self.note(&format!("FAILED {name}: {why}, and {required_by} is 1")),
@@ -92,12 +93,12 @@ impl Report {
     }
 }
 
-/// The Python with the packages.
+/// Returns the Python interpreter with the packages.
 fn python() -> PathBuf {
     env::var_os("CLIENTS_PYTHON").map_or_else(|| in_checkout("target/clients-venv/bin/python"), PathBuf::from)
 }
 
-/// The session of `clients/openai_session.py`, whose lines are like ours.
+/// Runs the session of `clients/openai_session.py`, which prints result lines in the same format.
 fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     const NAME: &str = "the openai session comes to its end";
     let import = Command::new(python()).args(["-c", "import openai"]).stderr(Stdio::null()).status();
@@ -118,7 +119,7 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     let before = (report.passed, report.failed);
     let status = Running::start(&mut script)?.follow(SESSION, |line| report.note(line));
     match status {
-        // Which check failed has been said.
+        // The failed check has already been reported.
         Ok(_) if report.failed > before.1 => {}
         Ok(_) if report.passed == before.0 => report.result(NAME, Err("it checks nothing".to_owned())),
         status => report.result(NAME, status.and_then(success)),
@@ -126,7 +127,7 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// The folder of a family's fixture, with the tokenizer that all of them share.
+/// Returns a directory of a family's fixture with the shared tokenizer.
 fn family(name: &str) -> Result<String, String> {
     let families = in_checkout("tests/fixtures/families");
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join(name);
@@ -144,7 +145,7 @@ fn family(name: &str) -> Result<String, String> {
     Ok(folder.display().to_string())
 }
 
-/// The dashboard is what its generator makes.
+/// Checks that the dashboard equals the output of its generator.
 fn dashboard(report: &mut Report) {
     const NAME: &str = "the dashboard is what dashboard.py makes";
     let folder = in_checkout("config/monitoring/grafana");
@@ -159,7 +160,7 @@ fn dashboard(report: &mut Report) {
     report.result(NAME, status.and_then(success).and_then(|()| kept.and_then(same)));
 }
 
-/// What promtool says of a page of metrics and of the files in `config/monitoring`.
+/// Checks a page of metrics and the files in `config/monitoring` with promtool.
 fn promtool(page: &str, report: &mut Report) {
     let checks: [(&str, &[&str], &str); 4] = [
         ("promtool check metrics", &["check", "metrics"], page),
@@ -230,7 +231,7 @@ impl Server {
     }
 }
 
-/// A process that ends with its owner.
+/// A child process, killed on drop.
 struct Running(Child);
 
 impl Running {
@@ -239,15 +240,15 @@ impl Running {
         child.map(Running).map_err(|error| format!("it does not start: {error}"))
     }
 
-    /// Gives it all of its input.
+    /// Writes all input to the process.
     fn fed(mut self, input: &str) -> Running {
         let mut stdin = self.0.stdin.take().expect("it is piped");
-        // Who ends before reading has its reasons, and tells them by its status.
+        // A process that exits before reading reports the reason by its status.
         let _ = stdin.write_all(input.as_bytes());
         self
     }
 
-    /// Reads what it says to the end.
+    /// Reads the output of the process to the end.
     fn follow(mut self, limit: Duration, mut line: impl FnMut(&str)) -> Result<ExitStatus, String> {
         let said = lines(self.0.stdout.take().expect("it is piped"));
         let deadline = Instant::now() + limit;
@@ -274,7 +275,7 @@ fn lines(stream: impl std::io::Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
-            // Reads on when nobody listens: the writer must not find its pipe full.
+            // Keeps reading without a receiver, so that the writer never blocks on a full pipe.
             let _ = sender.send(line);
         }
     });

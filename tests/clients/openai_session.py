@@ -2,13 +2,13 @@
 
     openai_session.py URL [--keyed URL --key KEY] [--slow URL] [--encoder URL] [--translator URL]
 
-URL is a server's address without a path. The keyed server lets in whoever has KEY. The slow one has one slot
-and no waiting room, and takes long enough over an answer that others come meanwhile. The encoder serves a model
-with a mask, <mask>; the translator one that reads sources, with languages __de__ and __fr__. One line for each
+URL is a server's address without a path. The keyed server requires KEY. The slow server has one slot and
+no queue, and takes so long for an answer that other requests arrive meanwhile. The encoder serves a model
+with a mask, <mask>; the translator serves an encoder-decoder model with languages __de__ and __fr__. Prints one line per
 check: "ok NAME", "FAILED NAME: why" or "skipped NAME: why". The exit status is 1 when a check failed.
 
-The checks hold for any model that has a chat template and keeps the text of a prompt, or is of those kinds: they
-look at shapes, and at answers that must be equal, never at what an answer says.
+The checks hold for any model that has a chat template and preserves the text of a prompt, or is of those kinds: they
+compare shapes, and answers that must be equal, never the content of an answer.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import openai
 
 STORY = "Once upon a time, there was a"
 CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
-# Nothing a check waits for takes this long.
+# Timeout of every wait.
 PATIENCE_S = 120
 CHECKS = []
 

@@ -1,5 +1,5 @@
-//! `bench`: what it reports is there, in every form, and what it cannot measure it says. Speeds are nobody's
-//! promise here.
+//! Tests of `bench`: the content of its reports in every format, and its notes about what cannot be measured.
+//! Absolute speeds are not tested.
 
 use crate::common::{fixture, mainstem};
 use crate::families::family;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::Output;
 
-/// Small enough for the fixture's context.
+/// Lengths that fit the fixture's context.
 const SMALL: &str = "--prefill 4,16 --depth 0,8 --decode 4 --sequences 1,3 --fused-depth 5 --threads 1";
 
 fn bench(line: &str) -> Output {
@@ -22,7 +22,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("it is text")
 }
 
-/// The report that was written to standard output, after a run without a word beside it.
+/// Returns the report on standard output, and checks that standard error is empty.
 fn reported(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "", "away from a terminal nothing is said");
@@ -94,7 +94,7 @@ fn csv_and_table_have_the_same_rows() {
     for cells in &lines {
         assert_eq!(cells.len(), lines[0].len(), "{csv}");
     }
-    // Of one sample, all three are the same.
+    // With one sample, all three are equal.
     for cells in &lines[1..] {
         assert_eq!((cells[4], cells[5], cells[6]), ("1", cells[7], cells[7]), "{csv}");
     }
@@ -105,7 +105,7 @@ fn csv_and_table_have_the_same_rows() {
     assert!(table.contains("KV cache"), "what was allocated is said: {table}");
 }
 
-/// What is measured, and what a step is said to read, is the model as it is loaded.
+/// The model is measured as loaded, and the reported bytes per step match it.
 #[test]
 fn weights_are_loaded_as_the_rules_say() {
     let measured = |weights: &str| {
@@ -116,7 +116,7 @@ fn weights_are_loaded_as_the_rules_say() {
     let [f16, q4] = ["f16", "q4_0"].map(measured);
     assert_eq!((&f16["model"]["dtype"], &q4["model"]["dtype"]), (&json!("f16"), &json!("q4_0, q8_0")));
     let bytes = |report: &Value| number(&report["model"]["weight_bytes"]);
-    // 85 million numbers of 4.5 bits and twice 25 million of 8.5, for 16 each.
+    // 85 million weights of 4.5 bits and twice 25 million of 8.5 bits, instead of 16 bits each.
     assert!((0.33..0.43).contains(&(bytes(&q4) / bytes(&f16))), "{} of {}", bytes(&q4), bytes(&f16));
     let allocated = number(&q4["allocated"]["weight_bytes"]);
     assert!((1.0..1.02).contains(&(allocated / bytes(&q4))), "{allocated} of {}", bytes(&q4));
@@ -135,7 +135,7 @@ fn a_report_goes_to_a_file() {
 fn a_prompt_beyond_the_context_is_left_out_and_said() {
     let line = "--prefill 4,100000 --depth 0 --decode 2 --sequences 1 --repeat 1 --threads 1";
     let table = reported(&bench_fixture(line));
-    assert!(table.contains("note: prefill of 100000 left out"), "{table}");
+    assert!(table.contains("note: prefill of 100000 skipped"), "{table}");
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn the_fake_device_shows_three_layers() {
     }
 }
 
-/// Simulated devices are all of one kind, and each has a name of its own, whatever they stand for.
+/// Simulated devices are all of one kind, and each has a unique name, whatever device they simulate.
 #[test]
 fn simulated_devices_are_numbered_anew() {
     let line = "--partition --fake-layer 1ms --decode 2 --repeat 1 --format json --devices 0;reference:0";
@@ -189,7 +189,7 @@ fn simulated_devices_are_numbered_anew() {
     assert_eq!(report["notes"], json!([]), "{report}");
 }
 
-/// Each way to divide the model has a row, with lanes and without; what cannot be is said.
+/// Each partition of the model has a row, with and without lanes; impossible ones have a note.
 #[test]
 fn partitions_are_measured_side_by_side() {
     let line = "--partition --fake-layer 1ms --decode 4 --repeat 2 --check-model --format json";
@@ -216,26 +216,27 @@ fn partitions_are_measured_side_by_side() {
     let csv = reported(&bench_fixture(
         "--partition --fake-layer 1ms --decode 4 --repeat 1 --format csv --devices 0;1;2",
     ));
-    // Three stages are more than two layers.
+    // Two layers cannot be split into three stages.
     assert_eq!(csv.lines().count(), 2, "{csv}");
     let table =
         reported(&bench_fixture("--partition --fake-layer 1ms --decode 4 --repeat 1 --devices 0;1;2"));
-    assert!(table.contains("note: layer-wise left out: device.groups: "), "{table}");
+    assert!(table.contains("note: layer-wise skipped: device.groups: "), "{table}");
 }
 
-/// What a step of the fixture's 2 layers takes on 2 devices, in milliseconds as set: layer-wise with one lane, with two (each
-/// of one sequence, and then of all together), and tensor-wise.
+/// Configured step times in milliseconds of the fixture's 2 layers on 2 devices: layer-wise with one lane,
+/// layer-wise with two lanes (of one sequence, and of all together), and tensor-wise.
 type Set = [[f64; 2]; 3];
 
-/// Times that were measured, or predicted, in the same places.
+/// Returns the measured or predicted times, in the order of [`Set`].
 fn times(report: &Value, figure: impl Fn(&Value, &str) -> f64) -> Set {
     let rows = report["partitions"].as_array().expect("there are rows");
     assert_eq!(rows.len(), 3, "{report}");
     [0, 1, 2].map(|row| ["decode", "throughput"].map(|what| 1e3 / figure(&rows[row], what)))
 }
 
-/// Every time is met within a third, in most runs, by the best that is measured and by what is predicted. A run may be disturbed by
-/// something else on the machine, and then there are more; what is wrong by itself is so more often than not.
+/// Asserts that in most runs the best measured and the predicted times are within a third of the configured
+/// ones. Other load on the machine may disturb a run, so further runs follow; a real error fails the majority
+/// of them.
 fn assert_met(flags: &str, set: Set) {
     const RUNS: usize = 5;
     let line = format!("--partition --devices 0;1 {flags} --decode 3 --repeat 3 --check-model --format json");
@@ -252,7 +253,7 @@ fn assert_met(flags: &str, set: Set) {
     panic!("{flags}: {set:?} ms are set, but measured and predicted is {runs:?}");
 }
 
-/// Whether each of the times is met in more runs than not.
+/// Returns whether each of the times is met in the majority of runs.
 fn mostly_met(runs: &[[Set; 2]], set: &Set) -> bool {
     let flat = |run: &[Set; 2]| -> Vec<f64> { run.as_flattened().as_flattened().to_vec() };
     let set = flat(&[*set, *set]);
@@ -260,35 +261,35 @@ fn mostly_met(runs: &[[Set; 2]], set: &Set) -> bool {
     (0..set.len()).all(|at| 2 * runs.iter().filter(|run| is_met(run, at)).count() > runs.len())
 }
 
-/// Simulated devices of 40 ms a layer. With a step in flight for each stage, there is one in half the time.
+/// Simulated devices of 40 ms per layer. With one step in flight per stage, steps complete twice as often.
 #[test]
 fn simulated_devices_take_the_time_that_is_set() {
     assert_met("--fake-layer 40ms", [[80.0, 80.0], [80.0, 40.0], [40.0, 40.0]]);
 }
 
-/// From stage to stage there is one message, which holds up the stage that sends it; within a stage, one for each of four
-/// sums, and one for the logits.
+/// One message between stages, which blocks the sending stage; within a stage, one for each of four sums, and
+/// one for the logits.
 #[test]
 fn simulated_devices_wait_for_their_links() {
     let flags = "--fake-layer 40ms --link-latency 40ms";
     assert_met(flags, [[120.0, 120.0], [120.0, 80.0], [240.0, 240.0]]);
 }
 
-/// CPU devices whose messages are held back, beside which they take next to no time: one from stage to stage; within a
-/// stage, those of the embedding, of four sums, and of the logits.
+/// CPU devices with delayed messages, compared with which computation is negligible: one message between
+/// stages; within a stage, those of the embedding, of four sums, and of the logits.
 #[test]
 fn cpu_devices_wait_for_their_links() {
     assert_met("--threads 1 --link-latency 40ms", [[40.0, 40.0], [40.0, 40.0], [240.0, 240.0]]);
 }
 
-/// The same by bandwidth: at 4 kB/s, the 48 numbers of a row take 48 ms, and half of 263 logits 132 ms.
+/// Limited bandwidth: at 4 kB/s, the 48 numbers of a row take 48 ms, and half of 263 logits 132 ms.
 #[test]
 fn cpu_devices_wait_for_narrow_links() {
     let tensors = 5.0 * 48.0 + 132.0;
     assert_met("--threads 1 --link-bandwidth 4kB/s", [[48.0, 48.0], [48.0, 48.0], [tensors, tensors]]);
 }
 
-/// Four devices where none are named, and as many threads each as are asked for; one where it is named.
+/// By default four devices with the requested number of threads each; a single device if one is named.
 #[test]
 fn devices_and_threads_are_those_that_are_asked_for() {
     let measured = |flags: &str| {
@@ -306,7 +307,7 @@ fn devices_and_threads_are_those_that_are_asked_for() {
     assert_eq!(devices(&measured("--devices 0")), ["cpu:0"]);
 }
 
-/// No stage has devices of two kinds.
+/// A stage cannot have devices of two kinds.
 #[test]
 fn devices_of_two_kinds_are_measured_by_layers_alone() {
     let line = "--partition --devices 0;reference:0 --decode 2 --repeat 1 --threads 1 --format json";
@@ -318,11 +319,12 @@ fn devices_of_two_kinds_are_measured_by_layers_alone() {
 
 #[test]
 fn models_with_an_encoder_are_refused_by_their_kind() {
-    for (name, kind) in [("bert", "is an encoder, "), ("m2m100", "is an encoder-decoder, ")] {
+    for (name, kind) in [("bert", "is an encoder-only model, "), ("m2m100", "is an encoder-decoder model, ")]
+    {
         let model = family(name, "bench");
         let output = bench(&format!("{} {SMALL}", model.0.display()));
         let said = text(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains(kind), "{said}");
-        assert!(said.contains("decoders alone") && output.stdout.is_empty(), "{said}");
+        assert!(said.contains("decoder-only models only") && output.stdout.is_empty(), "{said}");
     }
 }

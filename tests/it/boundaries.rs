@@ -1,4 +1,5 @@
-//! Where counts are exact: full contexts, page edges, the smallest engine, more wanted rows than logits.
+//! Tests of boundary cases: full contexts, page boundaries, the smallest engine, more requested rows than
+//! logits rows.
 
 use crate::common::{Outcome, all_home, complete, complete_all, config, engine, fixture, greedy, prompt};
 use mainstem::cli::start;
@@ -13,7 +14,7 @@ fn with_logprobs(len: usize, max_tokens: usize) -> Request {
     Request { logprobs: Some(3), prompt_logprobs: true, ..greedy(&prompt, max_tokens as u32) }
 }
 
-/// What comes of the requests, all at once, on an engine with these settings.
+/// Submits all requests at once to an engine with these settings and returns their outcomes.
 async fn outcomes(settings: &[(&'static str, Value)], requests: &[Request]) -> Vec<Outcome> {
     let engine = engine("gqa", settings).await;
     let outcomes = complete_all(&engine, requests.iter().cloned()).await;
@@ -32,8 +33,8 @@ fn same(ours: &[Outcome], theirs: &[Outcome], what: &str) {
     }
 }
 
-/// A sequence may fill its context to the last position, and each token is the one that comes first after
-/// the prompt and the tokens before it.
+/// A sequence may fill its context to the last position, and each token equals the first token generated
+/// after the prompt and the tokens before it.
 #[actix::test]
 async fn prompt_and_answer_may_fill_the_context() {
     let engine = engine("gqa", &[]).await;
@@ -52,7 +53,8 @@ async fn prompt_and_answer_may_fill_the_context() {
     engine.stop();
 }
 
-/// Prompts and answers that end before, on and after the edges of pages, against pages that nobody leaves.
+/// Prompts and answers that end before, at and after page boundaries, compared with pages that are never
+/// filled.
 #[actix::test]
 async fn page_edges_change_nothing() {
     let mut requests = Vec::new();
@@ -61,16 +63,16 @@ async fn page_edges_change_nothing() {
             requests.extend((end > len).then(|| with_logprobs(len, end - len)));
         }
     }
-    let one_page = outcomes(&[("kv.page_positions", Value::from(CONTEXT as i64))], &requests).await;
+    let one_page = outcomes(&[("kv.page_size", Value::from(CONTEXT as i64))], &requests).await;
     assert!(one_page.iter().zip(&requests).all(|(o, r)| o.tokens.len() == r.max_tokens as usize));
     for positions in [32, 64] {
-        let paged = outcomes(&[("kv.page_positions", Value::from(positions))], &requests).await;
+        let paged = outcomes(&[("kv.page_size", Value::from(positions))], &requests).await;
         same(&paged, &one_page, &format!("pages of {positions}"));
     }
 }
 
-/// A prompt is scored whole: with more wanted rows in a step than there are rows of logits, in chunks, and
-/// with no answer after it. The values are the same to the bit.
+/// Prompt log-probabilities are bit-identical with more requested rows in a step than logits rows, in chunks,
+/// and without an answer.
 #[actix::test]
 async fn scores_do_not_depend_on_how_the_prompt_is_cut() {
     let requests: Vec<Request> = [(100, 0), (100, 3), (33, 0), (2, 0), (1, 0), (128, 0)]
@@ -99,12 +101,12 @@ async fn the_smallest_engine_gives_the_same_tokens() {
     same(&outcomes(&smallest, &requests).await, &usual, "one slot, two rows a step");
 }
 
-/// The largest page there can be, larger than memory may be: it works, or is refused by name.
+/// The largest possible page may exceed memory: the engine works, or refuses it with an error that names it.
 #[actix::test]
 async fn the_largest_page_works_or_is_refused() {
     let request = with_logprobs(40, 30);
     let usual = outcomes(&[], std::slice::from_ref(&request)).await;
-    let settings = [("kv.page_positions", Value::from(1 << 24)), ("scheduler.slots", 1.into())];
+    let settings = [("kv.page_size", Value::from(1 << 24)), ("scheduler.slots", 1.into())];
     match start::engine(&config(&fixture("gqa"), &settings)).await {
         Ok(engine) => {
             same(&[complete(&engine, request).await], &usual, "one huge page");
@@ -112,7 +114,7 @@ async fn the_largest_page_works_or_is_refused() {
         }
         Err(refusal) => {
             let refusal = format!("{refusal:#}");
-            assert!(refusal.contains("KV cache") || refusal.contains("page_positions"), "{refusal}");
+            assert!(refusal.contains("KV cache") || refusal.contains("page_size"), "{refusal}");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! `quantize --calibrate`: what a text says of a model's matrices is what the model computes, and what is written follows it.
+//! Tests of `quantize --calibrate`: the collected statistics match what the model computes, and the written
+//! model uses them.
 
 use crate::common::{fixture, mainstem};
 use crate::families::family;
@@ -18,7 +19,7 @@ use std::sync::Arc;
 
 const ROWS: usize = 32;
 
-/// Lets the model read some tokens in one step; what it gave.
+/// Runs the model on some tokens in one step and returns its output.
 fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
     let limits = StepLimits {
         slots: 1,
@@ -58,7 +59,7 @@ fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
     out
 }
 
-/// The same, and what was seen of its products.
+/// Runs the model on some tokens and returns the observed GEMM inputs.
 fn observed(source: &mut ModelSource, tokens: &[u32]) -> Arc<Observations> {
     let seen = Arc::<Observations>::default();
     source.observations = Some(seen.clone());
@@ -74,7 +75,7 @@ fn near(got: &[f64], want: &[f64]) {
     }
 }
 
-/// The mean square of each column.
+/// Returns the mean square of each column.
 fn means(rows: &[Vec<f64>]) -> Vec<f64> {
     let mean = |column: usize| rows.iter().map(|row| row[column].powi(2)).sum::<f64>() / rows.len() as f64;
     (0..rows[0].len()).map(mean).collect()
@@ -85,8 +86,8 @@ fn numbers(source: &ModelSource, piece: &Piece) -> Vec<f64> {
     taken.widened().into_iter().map(f64::from).collect()
 }
 
-/// What the first layer reads is the norm of embeddings, worked out here; what the head reads are the states that an encoder
-/// would give out. The head is the embedding.
+/// The input of the first layer is the normalized embedding, computed here; the input of the head is the
+/// final hidden states. The head is tied to the embedding.
 #[test]
 fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
@@ -108,21 +109,21 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     near(&seen.means(&head.table).expect("it was seen"), &means(&states.collect::<Vec<_>>()));
 }
 
-/// w x, for w (out, x's width).
+/// Computes w x, for w of shape (n, len(x)).
 fn product(source: &ModelSource, w: &Piece, x: &[f64]) -> Vec<f64> {
     let rows = numbers(source, w);
     rows.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
 }
 
-/// x, normed as Llama does.
+/// Applies Llama's RMS norm to x.
 fn normed(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
     let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
     x.iter().zip(numbers(source, &norm.weight)).map(|(x, weight)| x * scale * weight).collect()
 }
 
-/// A single token attends to itself alone: `o` reads its values, each once for each head that shares it. What `down` reads
-/// follows from there.
+/// A single token attends only to itself: the input of `o` is its values, repeated for each head that shares
+/// them. The input of `down` follows from that.
 #[test]
 fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
     let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
@@ -149,7 +150,7 @@ fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
     for (linear, inputs) in [(&attention.o, heads), (&mlp.down, activated)] {
         let got = seen.means(&linear.weight).expect("it was seen");
         let want: Vec<f64> = inputs.iter().map(|x| x * x).collect();
-        // What cancelled nearly is as exact as the largest is.
+        // Values with cancellation are compared relative to the largest.
         let close = 1e-4 * want.iter().copied().fold(0.0, f64::max);
         assert_eq!(got.len(), want.len(), "{}", linear.weight.name);
         for (column, (got, want)) in got.iter().zip(&want).enumerate() {
@@ -162,8 +163,8 @@ fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
     }
 }
 
-/// Fused and turned matrices, planes of stacked ones, tables of their own: each has a number for each column, but what lies
-/// behind the router. And what is written by them loads to the same bytes as by rules.
+/// Fused, transposed and stacked matrices and separate tables have a statistic for each column, except behind
+/// the router. A model written with them loads to the same bytes as with rules.
 #[test]
 fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
     let names =
@@ -199,7 +200,7 @@ fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
         let importance = Arc::new(seen.importance().expect("they are numbers"));
         let by_equations = loaded(&opened(&model.0, "*=q4,f16"));
         let fitted = Choice::LeastSquares(Some(importance));
-        // What is stored each by itself is written too, and has no codes to choose.
+        // Formats that store each value separately are written too, but have no quants to choose.
         let mut halved = opened(&model.0, "*=bf16");
         halved.codes = fitted.clone();
         let out = room.place("halved");
@@ -229,7 +230,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("the path is text")
 }
 
-/// Some whole chunks of the held-out text, and all of it.
+/// Writes the beginning of the held-out text to a file. Returns it with the file of the whole text.
 fn texts(room: &Room) -> [PathBuf; 2] {
     let whole = fixture("perplexity/held_out.txt");
     let (content, part) = (std::fs::read_to_string(&whole).expect("it is recorded"), room.place("part.txt"));
@@ -237,7 +238,7 @@ fn texts(room: &Room) -> [PathBuf; 2] {
     [part, whole]
 }
 
-/// The first chunk of a text is that of the text's beginning, whatever follows; the second says something else.
+/// The first chunk is the same for both texts; the second differs.
 #[test]
 fn as_many_chunks_are_read_as_are_asked_for() {
     let room = Room::new("calibrate-chunks");
@@ -251,7 +252,9 @@ fn as_many_chunks_are_read_as_are_asked_for() {
     }
     assert!(written[0] == written[1], "one chunk is the same of both");
     assert!(written[1] != written[2], "the second one counts");
-    assert!(run(&room, &["demo", "d", "--weights", "*=q4_b64t1", "--codes", "least-squares"]).0 == Some(0));
+    assert!(
+        run(&room, &["demo", "d", "--weights", "*=q4_b64t1", "--rounding", "least-squares"]).0 == Some(0)
+    );
     assert!(loaded(&opened(&room.place("d"), "")) != written[0], "a text counts");
 }
 
@@ -272,11 +275,12 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
     let names = room.names();
     for (model, out, line, code, told) in [
         (demo, "out", &["--calibrate", &empty][..], 1, "empty.txt with mainstem-demo: fewer than two tokens"),
-        (demo, "out", &["--calibrate", &short], 1, "a text calibrates from 512 on"),
-        (demo, "out", &["--calibrate", &bytes], 1, "bytes.txt: no UTF-8 from byte 2 on"),
+        (demo, "out", &["--calibrate", &short], 1, "calibration requires at least 512"),
+        (demo, "out", &["--calibrate", &bytes], 1, "bytes.txt: not UTF-8 from byte 2 on"),
         (demo, "out", &["--calibrate", "none.txt"], 1, "none.txt"),
-        (demo, "there", &["--calibrate", whole], 1, "there is there already"),
-        (demo, "out", &["--calibrate", whole, "--codes", "equations"], 2, "--codes least-squares"),
+        (demo, "there", &["--calibrate", whole], 1, "there already exists"),
+        (demo, "out", &["--calibrate", whole, "--rounding", "nearest"], 2, "--rounding least-squares"),
+        (demo, "out", &["--calibrate", whole, "--codes", "equations"], 2, "--rounding least-squares"),
         (demo, "out", &["--calibrate", whole, "--calibrate-chunks", "0"], 2, "--calibrate-chunks"),
         (demo, "out", &["--calibrate-chunks", "3"], 2, "--calibrate"),
         (
@@ -284,7 +288,7 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
             "out",
             &["--calibrate", whole],
             1,
-            "is an encoder, and a text calibrates decoders",
+            "is an encoder-only model, but calibration supports decoder-only models",
         ),
         (text(&both.0), "out", &["--calibrate", whole], 1, "is an encoder-decoder"),
         (text(&untold), "out", &["--calibrate", whole], 1, "tokenizer"),
@@ -296,7 +300,7 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
     }
 }
 
-/// What cannot be written is refused before anything is read for it.
+/// A type that cannot be written is refused before the calibration text is read.
 #[test]
 fn a_type_that_gguf_has_not_is_refused_before_the_text_is_read() {
     let room = Room::new("calibrate-gguf");

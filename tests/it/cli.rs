@@ -1,4 +1,4 @@
-//! The command line: what is wrong is named, where it was said, and nothing half-started stays behind.
+//! Tests of the command line: errors name the fault and its source, and a failed start leaves nothing behind.
 
 use crate::common::{self, Copied, PATIENCE, again, alone, fixture, signal, skipped};
 use serde_json::json;
@@ -12,7 +12,7 @@ fn mainstem(args: &[&str]) -> Output {
     mainstem_in(&[], args)
 }
 
-/// With these variables in the environment.
+/// Runs the program with these environment variables.
 fn mainstem_in(variables: &[(&str, &str)], args: &[&str]) -> Output {
     common::mainstem().args(args).envs(variables.iter().copied()).output().expect("the program starts")
 }
@@ -32,7 +32,7 @@ fn a_wrong_flag_is_a_usage_error_that_names_it() {
     assert!(said(&output).contains("--slotz"), "{}", said(&output));
 }
 
-/// Whoever said it is named, on one line; only the command line's own faults are usage errors.
+/// An error names the source of the setting on one line; only faults of the command line are usage errors.
 #[test]
 fn a_wrong_setting_is_told_where_it_was_said() {
     let folder = Copied::of("mha", "settings");
@@ -43,7 +43,7 @@ fn a_wrong_setting_is_told_where_it_was_said() {
     let no_variable = "environment variable MAINSTEM_SERVER_PROT: there is no such setting; \
                        the nearest is MAINSTEM_SERVER_PORT";
     let variable = "environment variable MAINSTEM_SERVER_PORT: server.port = 70000: must be from 0 to 65535";
-    let flag = "command line: server.tls_key = \"key.pem\": needs server.tls_cert beside it";
+    let flag = "command line: server.tls_key = \"key.pem\": requires server.tls_cert";
     assert_refused(&[], &["--config", &file], 1, &in_file);
     assert_refused(&[("MAINSTEM_CONFIG", &file)], &[], 1, &in_file);
     assert_refused(&[("MAINSTEM_SERVER_PROT", "1")], &[], 1, no_variable);
@@ -51,14 +51,14 @@ fn a_wrong_setting_is_told_where_it_was_said() {
     assert_refused(&[("MAINSTEM_SERVER_TLS_KEY", "other.pem")], &["--tls-key", "key.pem"], 2, flag);
 }
 
-/// That `serve` says this, and nothing more, and ends with this code.
+/// Asserts that `serve` prints exactly this message and exits with this code.
 fn assert_refused(variables: &[(&str, &str)], flags: &[&str], code: i32, message: &str) {
     let output = mainstem_in(variables, &[&["serve", "no/such/model"], flags].concat());
     assert_eq!(said(&output), format!("error: {message}\n"));
     assert_eq!(output.status.code(), Some(code), "{message}");
 }
 
-/// A flag goes before the variable that would be refused.
+/// A flag overrides an environment variable that would be refused.
 #[test]
 fn a_flag_goes_before_the_environment() {
     let output =
@@ -132,7 +132,7 @@ fn a_config_that_does_not_match_the_tensors_names_one() {
         ("num_attention_heads", json!(0), "heads".to_owned()),
         ("eos_token_id", json!(100_000), "100000".to_owned()),
     ];
-    // What config.json says of the end counts where this file does not.
+    // Without this file, the end tokens of config.json apply.
     std::fs::remove_file(model.file("generation_config.json")).expect("the fixture has one");
     for (key, value, named) in damages {
         let mut damaged = config.clone();
@@ -144,7 +144,7 @@ fn a_config_that_does_not_match_the_tensors_names_one() {
     }
 }
 
-/// The numbers of a config are not believed: with little memory and time, the refusal still comes.
+/// Numbers of a config are not trusted: an absurd one is refused with little memory and time.
 #[test]
 fn an_absurd_number_of_layers_is_refused_at_little_cost() {
     let model = Copied::of("mha", "many-layers");
@@ -161,14 +161,14 @@ fn an_absurd_number_of_layers_is_refused_at_little_cost() {
     }
 }
 
-/// Whoever runs the tests may have settings of his own.
+/// The environment of the user who runs the tests does not affect them.
 #[test]
 fn nobodys_environment_is_heard() {
     let variables = [("MAINSTEM_SERVER_PROT", "1"), ("MAINSTEM_CONFIG", "/nowhere"), ("HF_ENDPOINT", "none")];
     again("cli::a_model_that_is_not_there_is_named", &variables);
 }
 
-/// What would end the start ends it first: nothing was opened, let alone loaded.
+/// Errors of files and port are reported before the model is opened.
 #[test]
 fn files_and_port_are_tried_before_the_model() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port is free");
@@ -192,7 +192,7 @@ fn files_and_port_are_tried_before_the_model() {
     }
 }
 
-/// Keys are the server's: who serves nobody needs none.
+/// The key file is read only by `serve`.
 #[test]
 fn a_key_file_is_read_by_who_serves_only() {
     let keys = [("MAINSTEM_SERVER_API_KEY_FILE", "/no/such/keys")];
@@ -206,7 +206,7 @@ fn a_key_file_is_read_by_who_serves_only() {
     assert!(said(&refused).contains("MAINSTEM_SERVER_API_KEY_FILE"), "{}", said(&refused));
 }
 
-/// What files have for names is shown, not obeyed.
+/// Control characters in names of model files are escaped in the output.
 #[test]
 fn escape_sequences_of_a_models_files_are_spelled_out() {
     let model = Copied::of("gqa", "\u{1b}[2J\nred");
@@ -224,10 +224,10 @@ fn escape_sequences_of_a_models_files_are_spelled_out() {
     }
 }
 
-/// A hub's cache in which nothing is ever put.
+/// Name of a hub cache directory that stays empty.
 const HUB_HOME: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/hub");
 
-/// A hub that takes a request and says nothing, and its address.
+/// Returns a hub that accepts requests but never responds, and its URL.
 fn silent_hub() -> (TcpListener, String) {
     let hub = TcpListener::bind("127.0.0.1:0").expect("a port is free");
     let url = format!("http://{}", hub.local_addr().expect("it has an address"));
@@ -247,7 +247,7 @@ fn serve_can_be_stopped_while_it_loads() {
     assert!(said(&output).contains("stopped while the model was loading"), "{}", said(&output));
 }
 
-/// The first who asks the hub; a failed test when nobody ever does.
+/// Waits for the first connection to the hub; fails the test if there is none.
 fn asked(hub: &TcpListener) -> TcpStream {
     hub.set_nonblocking(true).expect("it can be looked at");
     let began = Instant::now();
@@ -261,9 +261,9 @@ fn asked(hub: &TcpListener) -> TcpStream {
     }
 }
 
-/// The program on a terminal of its own, which `script` makes; nothing where there is no `script`.
+/// Starts the program on a pseudo-terminal created by `script`. Returns `None` if `script` is not installed.
 fn on_a_terminal(args: &[&str], variables: &[(&str, &str)]) -> Option<Child> {
-    // Not every shell makes way for its last command, and one that stays answers Ctrl-C with a code of its own.
+    // Not every shell `exec`s its last command, and one that does not exits on Ctrl-C with its own code.
     let mut line = format!("exec '{}'", env!("CARGO_BIN_EXE_mainstem"));
     args.iter().for_each(|arg| line += &format!(" '{arg}'"));
     let mut script = alone("script");
@@ -273,7 +273,7 @@ fn on_a_terminal(args: &[&str], variables: &[(&str, &str)]) -> Option<Child> {
     child.inspect_err(|_| skipped("no script to make a terminal")).ok()
 }
 
-/// What stands on the terminal when the program is through.
+/// Returns the terminal output once the program has exited.
 fn shown(mut child: Child) -> String {
     let mut shown = String::new();
     child.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");
@@ -281,7 +281,7 @@ fn shown(mut child: Child) -> String {
     shown
 }
 
-/// Presses Ctrl-C.
+/// Sends Ctrl-C through the terminal.
 fn interrupt(child: &mut Child) {
     child.stdin.as_mut().expect("it is piped").write_all(b"\x03").expect("there is a terminal");
 }
@@ -307,7 +307,7 @@ fn long_work_shows_a_sign_of_life_on_a_terminal() {
     shown(serve);
 }
 
-/// While a hub is asked or downloaded from, the line is the download's.
+/// While a hub is queried or a file is downloaded, only the download progress is shown.
 #[test]
 fn nothing_turns_before_the_model_is_here() {
     let (hub, url) = silent_hub();

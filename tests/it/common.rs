@@ -1,4 +1,4 @@
-//! What the tests share: fixtures, engines, requests, and processes.
+//! Shared test helpers: fixtures, engines, requests, and processes.
 
 use actix::Addr;
 use mainstem::actors::TokenStream;
@@ -19,15 +19,15 @@ use toml::Value;
 
 pub use crate::program::{alone, mainstem};
 
-/// Nothing a test waits for takes this long; whoever waits longer has found a hang.
+/// Timeout of every wait in tests; exceeding it means a hang.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A fixture's folder or file.
+/// Returns the path of a fixture's directory or file.
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// The trained model that lies beside the checkout for those who have it.
+/// Returns the trained model next to the checkout, if it is present.
 pub fn stories() -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/models/stories260K");
     let found = folder.join("expected_greedy.json").exists();
@@ -37,7 +37,7 @@ pub fn stories() -> Option<PathBuf> {
     found.then_some(folder)
 }
 
-/// Its recorded greedy texts, as they are in their file.
+/// The recorded greedy texts of the trained model, as stored in their file.
 #[derive(Deserialize)]
 struct Stories {
     cases: Vec<Story>,
@@ -54,25 +54,26 @@ pub struct Story {
 }
 
 impl Story {
-    /// The recorded texts of that folder.
+    /// Reads the recorded texts of a model directory.
     pub fn all(folder: &Path) -> Vec<Story> {
         let text = std::fs::read(folder.join("expected_greedy.json")).expect("it was there");
         let stories: Stories = serde_json::from_slice(&text).expect("the recorded texts are in their form");
         stories.cases
     }
 
-    /// The answer up to where the two best logits are so close that another order of summation may differ.
+    /// The answer up to the point where the two best logits are so close that another summation order may
+    /// differ.
     pub fn sure_ids(&self) -> &[u32] {
         let close = self.top1_minus_top2_logit.iter().position(|gap| *gap < 1e-3);
         &self.new_ids[..close.unwrap_or(self.new_ids.len())]
     }
 }
 
-/// A copy of a fixture that can be damaged; gone when dropped.
+/// A modifiable copy of a fixture, removed on drop.
 pub struct Copied(pub PathBuf);
 
 impl Copied {
-    /// `name` tells the tests apart.
+    /// Copies a fixture. `name` must be unique among the tests.
     pub fn of(model: &str, name: &str) -> Copied {
         let folder = std::env::temp_dir().join(format!("mainstem-{}-{name}", std::process::id()));
         copy_all(&fixture(model), &folder);
@@ -83,7 +84,7 @@ impl Copied {
         self.0.join(name)
     }
 
-    /// Sets a key of its config.json.
+    /// Sets a key of the copy's config.json.
     pub fn configure(&self, key: &str, value: serde_json::Value) {
         let file = self.file("config.json");
         let text = std::fs::read(&file).expect("the copy is there");
@@ -93,7 +94,7 @@ impl Copied {
     }
 }
 
-/// Copies a folder with all that is in it.
+/// Copies a directory recursively.
 fn copy_all(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("a temporary folder");
     for entry in std::fs::read_dir(from).expect("the folder is there").flatten() {
@@ -111,7 +112,7 @@ impl Drop for Copied {
     }
 }
 
-/// The default configuration for a model, small and exact: two threads, F32 cache, a few slots.
+/// Returns a small, exact configuration for a model: two threads, F32 cache, a few slots.
 pub fn config(model: &Path, settings: &[(&'static str, Value)]) -> Config {
     let mut overrides = Overrides::default();
     overrides.set("model.path", Some(model.display().to_string()));
@@ -125,12 +126,12 @@ pub fn config(model: &Path, settings: &[(&'static str, Value)]) -> Config {
     Config::load(None, overrides).expect("the test's settings are valid")
 }
 
-/// An engine for a fixture.
+/// Starts an engine for a fixture.
 pub async fn engine(model: &str, settings: &[(&'static str, Value)]) -> Engine {
     start::engine(&config(&fixture(model), settings)).await.expect("the fixture loads")
 }
 
-/// An engine whose device is what `wrap` makes of the real one's factory.
+/// Starts an engine whose device factory is wrapped by `wrap`.
 pub async fn engine_with(
     model: &str,
     settings: &[(&'static str, Value)],
@@ -144,33 +145,33 @@ pub async fn engine_with(
     engine::start(setup, tokenizer, vec![vec![wrap(only)]]).await.expect("the engine starts")
 }
 
-/// Says that something is not tested here, where the test harness does not keep it to itself.
+/// Reports a skipped test on standard error, bypassing the output capture of the test harness.
 pub fn skipped(what: &str) {
     let _ = writeln!(std::io::stderr(), "skipped: {what}");
 }
 
-/// A greedy request.
+/// Returns a greedy request.
 pub fn greedy(prompt: &[u32], max_tokens: u32) -> Request {
     Request { ignore_eos: true, ..Request::greedy("test", prompt, max_tokens) }
 }
 
-/// A request that draws by chance, from `seed`.
+/// Returns a request that samples at random with `seed`.
 pub fn drawn(prompt: &[u32], max_tokens: u32, seed: u64) -> Request {
     let sampling = Sampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.0, seed };
     Request { sampling, ..greedy(prompt, max_tokens) }
 }
 
-/// Prompts of different lengths over a small vocabulary.
+/// Returns a prompt of length `len` over a small vocabulary.
 pub fn prompt(number: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| 3 + ((number * 31 + i * 7 + i * i) % 200) as u32).collect()
 }
 
-/// All that came of a request.
+/// The collected events of a request.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub prompt: Vec<Token>,
     pub tokens: Vec<Token>,
-    /// The token that ended it, if one did.
+    /// The stop token that ended the sequence, if any.
     pub last: Option<Token>,
     pub embedding: Option<Vec<f32>>,
     pub filled: Vec<Token>,
@@ -183,7 +184,7 @@ impl Outcome {
     }
 }
 
-/// Reads a stream to its end, and checks that the end is the end.
+/// Reads a stream to its end, and checks that no event follows the end.
 pub async fn outcome(mut stream: TokenStream) -> Outcome {
     let mut outcome = Outcome::default();
     while let Some(event) = within(stream.next()).await {
@@ -201,7 +202,7 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
     outcome
 }
 
-/// Submits a request by itself.
+/// Submits a single request.
 pub async fn submit(engine: &Engine, request: Request) -> Result<TokenStream, RequestError> {
     Ok(engine.intake.submit(vec![request]).await?.pop().expect("one request has one stream"))
 }
@@ -220,7 +221,7 @@ pub async fn complete_all(engine: &Engine, requests: impl IntoIterator<Item = Re
     futures_util::future::join_all(streams.into_iter().map(outcome)).await
 }
 
-/// Waits until every slot, page and permit is at home. Fails when that never happens.
+/// Waits until every slot, page and permit is released. Fails the test if that never happens.
 pub async fn all_home(engine: &Engine, slots: usize) {
     within(async {
         loop {
@@ -228,7 +229,7 @@ pub async fn all_home(engine: &Engine, slots: usize) {
             if held == (0, 0) && free_permits(&engine.actors.intake).await == slots {
                 return;
             }
-            // A turn of the scheduler's, not a sleep: the actors have mail to read.
+            // Yields instead of sleeping, because the actors have messages to process.
             tokio::task::yield_now().await;
         }
     })
@@ -239,12 +240,13 @@ pub async fn free_permits(intake: &Addr<Intake>) -> usize {
     intake.send(FreePermits).await.expect("intake answers")
 }
 
-/// The future's result, or a failed test when it hangs.
+/// Awaits the future; fails the test if it hangs.
 pub async fn within<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(PATIENCE, future).await.expect("something hangs")
 }
 
-/// Runs a test of this binary, named with its module, in a process of its own with these variables.
+/// Runs a test of this binary, named with its module path, in a separate process with these environment
+/// variables.
 pub fn again(test: &str, variables: &[(&str, &str)]) {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args([test, "--exact"]).envs(variables.iter().copied());

@@ -1,4 +1,5 @@
-//! Every choice that a specification can make is made by some model that is checked against its reference.
+//! Tests that every option of a model specification is used by some model that is checked against its
+//! reference.
 
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
@@ -14,7 +15,7 @@ use mainstem_kernels::{Mask, NormKind, Scoring};
 use serde::Serialize;
 use std::collections::BTreeSet;
 
-/// Choices, each as `what: which`.
+/// Options, each as `name: value`.
 type Seen = BTreeSet<String>;
 
 fn word(value: impl Serialize) -> String {
@@ -209,7 +210,7 @@ fn of_head(head: Option<&HeadSpec>, seen: &mut Seen) {
     }
 }
 
-/// All choices there are.
+/// Returns all possible options.
 fn choices() -> Seen {
     let mut all = Seen::new();
     fn each<T: Serialize + Copy>(all: &mut Seen, what: &str, words: &[T]) {

@@ -1,5 +1,5 @@
-//! What a request can ask of its end and of its logits: stop tokens, a least length, biases, company from the
-//! beginning. Each alone and among others.
+//! Tests of stop tokens, minimum lengths, logit biases and request groups, each alone and batched with other
+//! requests.
 
 use crate::common::{
     Copied, Outcome, all_home, complete, complete_all, config, drawn, engine, greedy, outcome, prompt,
@@ -17,7 +17,7 @@ use mainstem::telemetry;
 const EOS: u32 = 2;
 const FORBID: f32 = f32::NEG_INFINITY;
 
-/// What comes of requests handed in as one group.
+/// Submits requests as one group and returns their outcomes.
 async fn complete_group(engine: &Engine, requests: Vec<Request>) -> Vec<Outcome> {
     let streams = engine.intake.submit(requests).await.expect("the group is taken in");
     futures_util::future::join_all(streams.into_iter().map(outcome)).await
@@ -27,7 +27,7 @@ fn reason(outcome: &Outcome) -> FinishReason {
     outcome.end.clone().expect("there is an end").expect("nothing failed")
 }
 
-/// Of what a greedy request gives, all before the first `id`.
+/// Returns the ids before the first `id`.
 fn until(ids: &[u32], id: u32) -> &[u32] {
     &ids[..ids.iter().position(|other| *other == id).expect("it was taken from them")]
 }
@@ -37,7 +37,7 @@ async fn each_of_a_group_ends_at_its_own_stop_token() {
     let engine = engine("gqa", &[]).await;
     let given = prompt(4, 9);
     let whole = complete(&engine, greedy(&given, 30)).await.ids();
-    // More than there are slots, one of them without a stop token that comes.
+    // More requests than slots, one of them with a stop token that never occurs.
     let stops: Vec<u32> = whole.iter().copied().step_by(5).chain([EOS]).collect();
     let request = |stop: &u32| Request { stop_ids: [EOS, *stop].into(), ..greedy(&given, 30) };
     let outcomes = complete_group(&engine, stops.iter().map(request).collect()).await;
@@ -54,7 +54,8 @@ async fn each_of_a_group_ends_at_its_own_stop_token() {
     engine.stop();
 }
 
-/// A model that wants to end at once, and may not: until then it does what it does with its end forbidden.
+/// A model that would end at once must generate the minimum length first, as if its end tokens were
+/// forbidden.
 #[actix::test]
 async fn nothing_ends_before_the_least_length() {
     let engine = engine("gqa", &[]).await;
@@ -72,7 +73,7 @@ async fn nothing_ends_before_the_least_length() {
         let end = if min_tokens < 8 { Stop } else { Length };
         assert_eq!((outcome.ids().as_slice(), reason(&outcome)), (&never[..min_tokens as usize], end));
     }
-    // Ignored, the same token is one like any other, unless it is asked to stop.
+    // With ignore_eos, the token is an ordinary one unless it is a stop token.
     let heedless = Request { ignore_eos: true, ..eager(3, 1000.0) };
     assert_eq!(complete(&engine, heedless.clone()).await.ids(), [EOS; 8]);
     let stopping = Request { stop_ids: [EOS].into(), ..heedless };
@@ -95,7 +96,7 @@ async fn with_all_tokens_forbidden_but_one_that_one_comes() {
     engine.stop();
 }
 
-/// What is reported is what the model says, whatever is drawn.
+/// Reported log-probabilities are those of the model, independent of the sampled token.
 #[actix::test]
 async fn a_bias_changes_the_token_and_no_log_probability() {
     let engine = engine("gqa", &[]).await;
@@ -130,7 +131,7 @@ async fn a_seed_gives_the_same_biased_tokens_in_any_company() {
     engine.stop();
 }
 
-/// Of a group that is refused nothing stays behind, and one that is dropped goes home whole.
+/// A refused group leaves nothing behind, and a dropped group releases all its resources.
 #[actix::test]
 async fn a_group_comes_whole_or_not_at_all() {
     let engine = engine("gqa", &[("scheduler.max_waiting", 2.into())]).await;
@@ -152,7 +153,7 @@ async fn a_group_comes_whole_or_not_at_all() {
     engine.stop();
 }
 
-/// End tokens take up the place that a sequence has for biases.
+/// End tokens count against the maximum number of biases of a sequence.
 #[actix::test]
 async fn end_tokens_that_stand_many_times_are_one_and_too_many_are_refused_at_the_start() {
     let model = Copied::of("gqa", "many-ends");
@@ -180,13 +181,13 @@ async fn end_tokens_that_stand_many_times_are_one_and_too_many_are_refused_at_th
     assert!(error.contains("synthetic:110M") && error.contains("eos_token_id names 513"), "{error}");
 }
 
-/// Every metric of a step and of a request's times has been recorded once requests have come and gone, and
-/// the counts of those that belong together agree.
+/// Every metric of steps and request times is recorded after some requests, and the counts of related metrics
+/// agree.
 #[actix::test]
 async fn steps_and_times_are_recorded() {
     let handle = telemetry::install(None);
     let engine = engine("gqa", &[]).await;
-    // The two that end early leave holes between the two that stay.
+    // The two requests that end early leave holes between the other two.
     complete_all(&engine, [9, 3, 6, 4].map(|tokens| greedy(&prompt(1, 6), tokens))).await;
     all_home(&engine, 4).await;
     engine.stop();
@@ -210,5 +211,6 @@ async fn steps_and_times_are_recorded() {
     assert!(value("mainstem_step_slots_sum") >= 22.0);
     assert!(value("mainstem_slot_moves_total") >= value("mainstem_slot_shuffles_total"));
     assert!(value("mainstem_slots") > 0.0 && value("mainstem_kv_pages") > 0.0);
-    assert!(value("mainstem_waiting_room") > 0.0);
+    assert!(value("mainstem_queue_capacity") > 0.0);
+    assert_eq!(value("mainstem_waiting_room"), value("mainstem_queue_capacity"));
 }

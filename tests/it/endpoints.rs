@@ -1,5 +1,5 @@
-//! Models with an encoder through the API and the whole engine: the recorded answers of Hugging Face transformers
-//! (tests/oracle), in the API's own forms.
+//! Tests of models with an encoder through the API and the whole engine, compared with the recorded answers
+//! of Hugging Face transformers (tests/oracle).
 
 use crate::common::{Copied, config, fixture, mainstem};
 use crate::families::family;
@@ -12,13 +12,13 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::process::Output;
 
-/// Of hidden states and log-probabilities.
+/// Tolerance of hidden states and log-probabilities.
 const TOLERANCE: f64 = 1e-3;
-/// Ids of the tokenizer that all families share.
+/// Token ids of the tokenizer shared by all families.
 const MASK: u32 = 4;
 const DE: u32 = 6;
 
-/// A model's API, with little room, so that texts go through in several steps.
+/// Returns the API of a model with small step limits, so that texts are processed in several steps.
 async fn local(model: &Copied) -> Local {
     let config =
         config(&model.0, &[("scheduler.token_budget", 48.into()), ("scheduler.max_waiting", 8.into())]);
@@ -34,7 +34,7 @@ async fn post(local: &Local, path: &str, body: Value) -> Value {
     }
 }
 
-/// Why a request is refused: code and message.
+/// Returns the code and message of a refused request.
 async fn refusal(local: &Local, path: &str, body: Value) -> (String, String) {
     match local.post(path, &body).await {
         Ok(_) => panic!("{path} {body} is answered"),
@@ -84,7 +84,7 @@ struct Recorded {
 }
 
 impl Input {
-    /// The recorded states as one vector.
+    /// Pools the recorded hidden states to one vector.
     fn pooled(&self, pooling: &str, dimensions: usize, normalize: bool) -> Vec<f64> {
         let rows = self.hidden.len() as f64;
         let mean = |column: usize| self.hidden.iter().map(|row| row[column]).sum::<f64>() / rows;
@@ -99,7 +99,7 @@ impl Input {
     }
 }
 
-/// A vector in either form.
+/// Decodes a vector in either encoding.
 fn numbers(embedding: &Value) -> Vec<f64> {
     match embedding {
         Value::String(text) => {
@@ -142,7 +142,7 @@ async fn embeddings_are_those_recorded_however_they_are_asked_for() {
         let tokens: usize = ids.iter().map(|ids| ids.len()).sum();
         assert_eq!(answer["usage"]["prompt_tokens"], tokens);
     }
-    // Many more than there is room for, and each the same as alone.
+    // Many more inputs than fit at once, each with the same result as alone.
     let many: Vec<&[u32]> = ids.iter().cycle().take(100).copied().collect();
     let answer = post(&local, "/v1/embeddings", json!({ "input": many })).await;
     let alone = post(&local, "/v1/embeddings", json!({ "input": ids })).await;
@@ -151,7 +151,7 @@ async fn embeddings_are_those_recorded_however_they_are_asked_for() {
     }
 }
 
-/// The files of sentence-transformers, with that way of pooling.
+/// Writes the files of sentence-transformers with this pooling mode.
 fn write_sentence(model: &Copied, mode: &str) {
     let modules = json!([
         {"path": "", "type": "sentence_transformers.models.Transformer"},
@@ -164,7 +164,8 @@ fn write_sentence(model: &Copied, mode: &str) {
     std::fs::write(model.file("1_Pooling/config.json"), pooling.to_string()).expect("it can be written");
 }
 
-/// It is looked at, and fills masks; `run` refuses it for what it is.
+/// A model with an unsupported pooling mode can be inspected and fills masks; `run` refuses it as an
+/// encoder-only model.
 #[actix::test]
 async fn a_pooling_that_is_not_served_stops_nothing_but_embeddings() {
     let model = family("bert", "unserved-pooling");
@@ -240,7 +241,7 @@ async fn masks_are_filled_as_recorded() {
     }
 }
 
-/// Each place of the longest text, with all the candidates there can be.
+/// Every position of the longest text, with the maximum number of candidates.
 #[actix::test]
 async fn a_text_may_be_nothing_but_masks() {
     let local = local(&family("bert", "many-masks")).await;
@@ -255,7 +256,7 @@ async fn a_text_may_be_nothing_but_masks() {
     assert_eq!(masks.len(), 40);
 }
 
-/// All sources at once, each with the beginning that was recorded.
+/// All encoder inputs at once, each with the recorded decoder prompt.
 #[actix::test]
 async fn sources_are_answered_as_recorded() {
     for name in ["m2m100", "t5"] {
@@ -308,7 +309,7 @@ async fn a_language_is_forced_by_its_code_or_by_the_models_settings() {
     assert_eq!(first(&local(&model).await, json!({})).await, json!(answer.answer));
 }
 
-/// The pieces of a stream are the whole, while others are answered beside it.
+/// The concatenated stream equals the whole answer, while other requests are running.
 #[actix::test]
 async fn streams_of_sources_go_on_together() {
     let local = local(&family("m2m100", "streams")).await;
@@ -398,7 +399,7 @@ fn inspect_says_how_a_model_is_asked() {
     let (answer, _) = inspect(&model);
     assert_eq!(answer["conventions"]["forced_bos"], DE);
     assert_eq!(answer["unserved"], json!({ "num_beams": 5 }), "what is served is not among what is not");
-    // Without a token to begin with, nothing is started.
+    // Without a decoder start token, the model is refused.
     model.configure("decoder_start_token_id", Value::Null);
     model.configure("bos_token_id", Value::Null);
     std::fs::remove_file(model.file("generation_config.json")).expect("it was there");
@@ -418,7 +419,7 @@ async fn run_answers_a_source_and_refuses_an_encoder() {
     let model = family("m2m100", "run");
     let output = run(&model, &["the rain", "--temperature", "0", "--max-tokens", "8"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success() && said.contains("as a source"), "{said}");
+    assert!(output.status.success() && said.contains("is an encoder-decoder"), "{said}");
     let body = json!({ "prompt": "the rain", "temperature": 0, "max_tokens": 8 });
     let whole = post(&local(&model).await, "/v1/completions", body).await;
     let text = whole["choices"][0]["text"].as_str().expect("a text");

@@ -1,4 +1,4 @@
-//! Checkpoints with weights in F8_E4M3 and their scales in each of three ways (tests/oracle/make_f8.py).
+//! Tests of checkpoints with F8_E4M3 weights and three layouts of scales (tests/oracle/make_f8.py).
 
 use crate::common::{Copied, fixture, mainstem};
 use crate::oracle::check_at;
@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 const STYLES: [&str; 3] = ["tensor", "channel", "block"];
 
-/// The fixture, with the tokenizer of another that has as many tokens.
+/// Returns a copy of the fixture with the tokenizer of another fixture of the same vocabulary size.
 fn placed(style: &str, test: &str) -> Copied {
     let model = Copied::of(&format!("f8/{style}"), &format!("f8-{test}-{style}"));
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -29,7 +29,8 @@ async fn the_recorded_answers_come_whatever_the_scales_are_for() {
     }
 }
 
-/// The numbers are coded anew from codes times scales, not from those of 16 bits; and so they are written.
+/// Weights are requantized from quants times scales, not from their 16-bit roundings, when loaded and when
+/// written.
 #[test]
 fn they_are_loaded_in_16_bits_or_by_rules() {
     for style in STYLES {
@@ -75,7 +76,7 @@ fn inspect_names_what_is_stored_and_what_is_left_out() {
     }
 }
 
-/// A type of 8 bits that is not read, and one number format more in the list of those that are.
+/// An unsupported 8-bit type is refused with an error that lists the supported formats.
 #[test]
 fn another_type_of_8_bits_is_refused_by_its_name() {
     let model = placed("tensor", "refused");

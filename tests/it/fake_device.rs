@@ -1,4 +1,4 @@
-//! The configured fake device: everything around the model is the real thing, and its answers are words.
+//! Tests of the fake device: everything except the model is real, and its answers are words.
 
 use crate::common::{config, engine, fixture, mainstem};
 use mainstem::cli::start::{self, forecast};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The demo model's files before the fake device.
+/// Returns a configuration of the demo model on the fake device.
 fn fake(settings: &[(&'static str, toml::Value)]) -> Config {
     let fake = ("device.kind", "fake".into());
     config(Path::new(""), &[&[fake], settings].concat())
@@ -26,7 +26,7 @@ async fn answer(config: &Config, body: Value) -> Value {
     }
 }
 
-/// Nothing but its length ends an answer, though end tokens would: none is ever drawn.
+/// Answers end only at their maximum length, because the fake device never samples end tokens.
 #[actix::test]
 async fn answers_are_words_and_run_to_their_length() {
     let body = json!({"prompt": "Once", "n": 3, "max_tokens": 200, "temperature": 1, "seed": 7});
@@ -51,7 +51,7 @@ async fn tokens_take_the_time_of_their_steps() {
     assert!(began.elapsed() >= Duration::from_millis(60), "{:?}", began.elapsed());
 }
 
-/// The cache is counted in pages, but takes no memory that could run out.
+/// The cache is counted in pages but takes no memory.
 #[test]
 fn no_memory_bounds_the_fake_device() {
     let source = start::open(&ModelRef::parse("synthetic:110M").expect("it is listed"), None);
@@ -74,10 +74,10 @@ fn inspect_reckons_no_memory_for_it() {
     let json: Value = serde_json::from_str(&inspect(&["--json"])).expect("the answer is JSON");
     assert_eq!((&json["memory"]["total"], &json["memory"]["longest_tokens"]), (&json!(0), &json!(1024)));
     let text = inspect(&[]);
-    assert!(text.contains("fits") && !text.contains("less cache"), "{text}");
+    assert!(text.contains("fits") && !text.contains("smaller cache"), "{text}");
 }
 
-/// Prompts are still the model's: its tokenizer reads them, its context bounds them.
+/// Prompts use the model's tokenizer and context length.
 #[actix::test]
 async fn limits_are_the_models() {
     let real = engine("gqa", &[]).await;

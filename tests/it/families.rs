@@ -1,4 +1,5 @@
-//! Every family of models, as its own repositories look: what transformers answers (tests/oracle/make_families.py).
+//! Tests of every model family in its original repository layout against transformers
+//! (tests/oracle/make_families.py).
 
 use crate::common::{Copied, fixture};
 use crate::kinds::{ENCODER_DECODERS, ENCODERS};
@@ -55,13 +56,13 @@ const DECODERS: &[&str] = &[
     "yarn_attention_factor",
 ];
 
-/// A family's model, with the tokenizer that all of them share.
+/// Returns a copy of a family's model with the tokenizer shared by all families.
 pub fn family(name: &str, test: &str) -> Copied {
     let model = Copied::of(&format!("families/{name}"), &format!("{test}-{name}"));
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         std::fs::copy(fixture("families").join(file), model.file(file)).expect("a file is copied");
     }
-    // A family's second version may be known by a vocabulary that no small model has.
+    // The second version of a family may be identified by a vocabulary size that small models lack.
     if name.starts_with("baichuan2") {
         let (_, shipped) =
             specs::ALL.iter().find(|(file, _)| file.ends_with("baichuan.toml")).expect("it ships");
@@ -71,12 +72,12 @@ pub fn family(name: &str, test: &str) -> Copied {
     model
 }
 
-/// Names of all decoders.
+/// Returns the names of all decoders.
 pub fn decoders() -> &'static [&'static str] {
     DECODERS
 }
 
-/// Names of all other models.
+/// Returns the names of all other models.
 pub fn others() -> impl Iterator<Item = &'static str> {
     ENCODERS.into_iter().chain(ENCODER_DECODERS)
 }
@@ -105,7 +106,7 @@ async fn and_so_they_do_on_the_reference_backend() {
 /// Log-probabilities with weights and cache in 16 bits: BF16 has 8 bits of a number, F16 11.
 const BOUNDS: [(&str, f32); 2] = [("bf16", 0.25), ("f16", 0.04)];
 
-/// The models whose weights are stored in F32, with weights and cache rounded to 16 bits: near the answers of all bits.
+/// Models stored in F32, with weights and cache rounded to 16 bits, are close to the full-precision answers.
 #[actix::test]
 async fn rounded_to_16_bits_a_model_says_nearly_the_same() {
     let mut tried = 0;
@@ -122,7 +123,7 @@ async fn rounded_to_16_bits_a_model_says_nearly_the_same() {
     assert!(tried >= 20, "only {tried} were tried");
 }
 
-/// Stores the file's numbers in that type, if all of them are in F32.
+/// Converts the numbers of the file to this type if all of them are F32. Returns whether they were.
 fn round(file: &Path, ty: &str) -> bool {
     let stored = std::fs::read(file).expect("the weights are there");
     let (len, rest) = stored.split_at(8);
@@ -153,7 +154,8 @@ fn round(file: &Path, ty: &str) -> bool {
     true
 }
 
-/// A tensor that two parts name has the shape that each of them needs, or the model is refused before it is loaded.
+/// A tensor used by two parts must have the shape that both need, or the model is refused before it is
+/// loaded.
 #[test]
 fn a_tensor_of_two_uses_must_have_both_shapes() {
     let model = family("qwen2", "two-uses");
@@ -166,7 +168,7 @@ fn a_tensor_of_two_uses_must_have_both_shapes() {
     assert!(error.contains("'model.embed_tokens.weight' has shape [96, 32]"), "{error}");
 }
 
-/// No fixture lies there that nobody compares with.
+/// Every fixture directory is used by a test.
 #[test]
 fn every_family_is_tried() {
     let folders = fixture("families").read_dir().expect("the folder is there").flatten();

@@ -1,5 +1,5 @@
-//! A device that fails, by error or by panic, at any step: who was in flight is told, nothing is kept, and
-//! the next request is served as if nothing had been.
+//! Tests of devices that fail with an error or a panic at any step: requests in flight get an error, all
+//! resources are released, and the next request is served normally.
 
 use crate::common::{all_home, complete, complete_all, engine_with, greedy, outcome, prompt};
 use mainstem::actors::device::Factory;
@@ -15,13 +15,13 @@ use toml::Value;
 enum Fault {
     Error,
     Panic,
-    /// It fails, and cannot be rebuilt the first time.
+    /// The device fails, and its first rebuild fails too.
     ErrorTwice,
-    /// It says that all went well, and has no results: what only a bug of ours could do.
+    /// The device reports success without results, which only a bug could cause.
     NoResults,
 }
 
-/// A device that fails once, at its k-th step.
+/// A device that fails once, at a given step.
 struct Failing {
     inner: Box<dyn Executor>,
     steps_left: Arc<AtomicU64>,
@@ -63,8 +63,8 @@ fn failing(mut factory: Factory, at_step: u64, fault: Fault) -> Factory {
     })
 }
 
-/// Six requests on four slots, and a fault at step `at_step`: some fail, the others do not notice, and
-/// afterwards all is as it was.
+/// Runs six requests on four slots with a fault at step `at_step`: some fail, the others are unaffected, and
+/// afterwards all resources are released.
 async fn fail_and_recover(fault: Fault, at_step: u64, settings: &[(&'static str, Value)]) {
     let what = format!("{fault:?} at {at_step}, {settings:?}");
     let mut settings = settings.to_vec();
@@ -109,7 +109,8 @@ async fn a_fault_under_the_other_policies_is_no_worse() {
     }
 }
 
-/// A step for each, and the first of a turn are over when a later one fails: nobody hears two ends.
+/// With a step for each sequence, the first ones of an iteration have ended when a later one fails: no
+/// request gets two ends.
 #[actix::test]
 async fn who_is_over_when_a_later_step_of_the_turn_fails_is_over() {
     let concurrent = [("scheduler.policy", "concurrent".into())];
@@ -130,8 +131,8 @@ async fn who_is_over_when_a_later_step_of_the_turn_fails_is_over() {
     }
 }
 
-/// The prompt takes eight steps; the fourth fails. The rest of it is not computed, and those behind it, who
-/// had not begun, are served.
+/// The prompt takes eight steps and the fourth fails. The rest of it is not computed, and queued requests
+/// that had not started are served.
 #[actix::test]
 async fn a_fault_amid_a_prompt_costs_that_request_alone() {
     let budget = [("scheduler.token_budget", 8.into())];
@@ -148,7 +149,7 @@ async fn a_fault_amid_a_prompt_costs_that_request_alone() {
     engine.stop();
 }
 
-/// A bug of ours ends the decode loop: the request it had ends without a word, the very next is served.
+/// A bug ends the decode loop: its request ends without a final event, and the next request is served.
 #[actix::test]
 async fn the_decode_loop_starts_again_after_a_panic() {
     for at_step in [0, 1, 4] {
@@ -181,7 +182,7 @@ async fn a_device_that_cannot_be_rebuilt_is_tried_again() {
                 break;
             }
         }
-        // The fault, and at most one request that met the failing rebuild.
+        // The fault, and at most one request during the failing rebuild.
         assert!(failures <= 2, "the device does not come back");
     }
     assert!(failures >= 1);

@@ -1,4 +1,4 @@
-//! The program itself, over real TCP: started, asked, hung up on, told to stop.
+//! Tests of the program over TCP: start, requests, disconnects, and shutdown.
 
 use crate::common::{self, Copied, PATIENCE, Story, fixture, mainstem, stories};
 use crate::families::family;
@@ -46,7 +46,7 @@ impl Server {
         server
     }
 
-    /// The next line of the log that has `text` in it.
+    /// Waits for the next log line that contains `text`.
     fn line_with(&self, text: &str) -> String {
         let log = self.log.lock().expect("nobody panics with the log");
         loop {
@@ -97,7 +97,7 @@ impl Server {
         line.rsplit(' ').next().expect("a value").parse().expect("a number")
     }
 
-    /// Asks until the metric has that value.
+    /// Polls until the metric has this value.
     fn wait_for(&self, name: &str, value: f64) {
         let began = Instant::now();
         while self.metric(name) != value {
@@ -128,7 +128,7 @@ impl Drop for Server {
     }
 }
 
-/// Status and body of an answer; chunks are put together.
+/// Parses the status and body of a response; chunks are joined.
 pub fn split(answer: &[u8]) -> (u16, String) {
     let text = String::from_utf8_lossy(answer);
     let (head, body) = text.split_once("\r\n\r\n").expect("an HTTP answer");
@@ -149,7 +149,7 @@ pub fn split(answer: &[u8]) -> (u16, String) {
     (status, whole)
 }
 
-/// A stream of completion chunks that came to its proper end.
+/// A complete stream of completion chunks.
 struct Streamed {
     text: String,
     ids: Vec<u64>,
@@ -228,8 +228,8 @@ fn thirty_two_mixed_requests_at_once_get_what_each_gets_alone() {
     );
 }
 
-/// A client that leaves frees its slot, streaming or not: with one slot, the next request proves it. What was
-/// asked for is so long that it cannot have been over.
+/// A client that disconnects frees its slot, streaming or not: with one slot, the next request proves it. The
+/// requested answer is too long to have completed.
 #[test]
 fn hanging_up_frees_the_slot() {
     const LONG: u32 = 30_000;
@@ -258,7 +258,7 @@ fn hanging_up_frees_the_slot() {
     assert!(generated < LONG.into(), "{generated} tokens for nobody");
 }
 
-/// However many texts it has, a call to an encoder is one request to the metrics, and one client.
+/// A call to an encoder counts as one request and one client in the metrics, whatever its number of texts.
 #[test]
 fn a_call_to_an_encoder_counts_once() {
     let model = family("bert", "metrics");
@@ -313,7 +313,7 @@ fn errors_name_what_is_wrong() {
     assert!(status == 200 && models.contains("\"gqa\""), "{models}");
 }
 
-/// Asks for a recorded story, streaming or not, and compares.
+/// Requests a recorded story, streaming or not, and compares it.
 fn tell(server: &Server, story: &Story, stream: bool) {
     let body = json!({
         "prompt": story.prompt,
@@ -342,7 +342,7 @@ fn tell(server: &Server, story: &Story, stream: bool) {
     }
 }
 
-/// Recorded texts of a trained model, each alone, and again among thirty-two requests of every kind.
+/// Recorded texts of a trained model, each alone, and again among thirty-two mixed requests.
 #[test]
 fn stories260k_tells_its_recorded_texts_in_any_company() {
     let Some(folder) = stories() else { return };

@@ -1,4 +1,4 @@
-//! Models from a hub, against a small one on this machine: what is asked for, what is kept, what is said.
+//! Tests of hub downloads against a local hub: requests, cache contents, and messages.
 
 use crate::common::{PATIENCE, fixture};
 use actix_web::dev::ServerHandle;
@@ -25,7 +25,7 @@ const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const BRANCH_COMMIT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 const WEIGHTS: &str = "model.safetensors";
 
-/// A hub with one repository, `owner/tiny`, whose `main` is a fixture.
+/// A local hub with one repository, `owner/tiny`, whose `main` is a fixture.
 struct LocalHub {
     endpoint: String,
     state: Arc<Mutex<State>>,
@@ -36,25 +36,25 @@ struct LocalHub {
 #[derive(Default)]
 struct State {
     files: BTreeMap<String, Vec<u8>>,
-    /// Answers without it are 401.
+    /// Required token; requests without it get status 401.
     token: Option<String>,
-    /// How often yet a file's content fails so, half-way.
+    /// Remaining number of times that the content of a file fails half-way, and how.
     faults: BTreeMap<String, (Fault, usize)>,
-    /// What stands in the path of requests that are never answered.
+    /// Part of the path of requests that are never answered.
     mute: Option<&'static str>,
-    /// Answers 503 to everything.
+    /// Whether every request is answered with status 503.
     is_down: bool,
-    /// Sends whole files, whatever range is asked for.
+    /// Whether ranges are ignored and whole files are sent.
     ignores_ranges: bool,
-    /// Lists names of files and nothing else about them.
+    /// Whether the list contains only file names.
     lists_names_only: bool,
     /// What it says instead of a revision's commit in its list, a file's commit, and config.json's ETag.
     false_sha: Option<String>,
     false_commit: Option<String>,
     false_etag: Option<String>,
-    /// `main` is another commit now.
+    /// Whether `main` is now another commit.
     has_moved: bool,
-    /// Where weights lie, if not here.
+    /// Address of the weights, if not this hub.
     store: Option<String>,
     asked: Vec<Asked>,
 }
@@ -63,9 +63,9 @@ struct State {
 enum Fault {
     /// The connection breaks.
     Break,
-    /// Nothing more comes.
+    /// The connection stalls.
     Stall,
-    /// A byte is another one.
+    /// One byte is changed.
     Spoil,
 }
 
@@ -84,7 +84,7 @@ impl LocalHub {
             (name, fs::read(entry.path()).expect("it can be read"))
         };
         let mut files: BTreeMap<String, Vec<u8>> = entries.map(file).collect();
-        // What other programs want and this one does not.
+        // Files that only other programs use.
         for other in ["pytorch_model.bin", "consolidated.safetensors", "model.onnx", "q4.gguf", "README.md"] {
             files.insert(other.to_owned(), b"unwanted".to_vec());
         }
@@ -116,7 +116,7 @@ impl LocalHub {
         change(&mut self.state.lock().expect("no handler panics"));
     }
 
-    /// What has been asked since the last look.
+    /// Takes the requests received since the last call.
     fn asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.state.lock().expect("no handler panics").asked)
     }
@@ -125,7 +125,7 @@ impl LocalHub {
         self.set(|state| _ = state.faults.insert(file.to_owned(), (fault, times)));
     }
 
-    /// The files that were asked for since the last look, in order.
+    /// Takes the files requested since the last call, in order.
     fn files_asked(&self) -> Vec<String> {
         let name = |asked: Asked| Some(asked.path.split_once("/resolve/")?.1.split_once('/')?.1.to_owned());
         let mut names: Vec<String> = self.asked().into_iter().filter_map(name).collect();
@@ -175,7 +175,7 @@ fn note(state: &mut State, request: &HttpRequest) -> Option<HttpResponse> {
     }
 }
 
-/// The commit of a revision of the one repository, or the hub's word for why there is none.
+/// Returns the commit of a revision of the repository, or the hub's error code.
 fn commit(state: &State, owner: &str, name: &str, revision: &str) -> Result<&'static str, &'static str> {
     match (owner, name, revision) {
         ("owner", "tiny", "main") if state.has_moved => Ok(BRANCH_COMMIT),
@@ -203,7 +203,7 @@ fn etag(file: &str, content: &[u8]) -> String {
     format!("{sum:040x}")
 }
 
-/// What the list says of a file.
+/// Returns the list entry of a file.
 fn sibling(state: &State, file: &str, content: &[u8]) -> serde_json::Value {
     match (state.lists_names_only, is_large(file)) {
         (true, _) => json!({"rfilename": file}),
@@ -270,7 +270,7 @@ async fn blob(state: web::Data<Mutex<State>>, request: HttpRequest, file: web::P
     }
 }
 
-/// The range asked for; with a fault, if one is due.
+/// Sends the requested range, with a fault if one is pending.
 fn send(state: &mut State, file: &str, request: &HttpRequest, commit: &str) -> HttpResponse {
     let mut content = state.files.get(file).expect("it was looked up").clone();
     let etag = etag(file, &content);
@@ -305,7 +305,7 @@ fn send(state: &mut State, file: &str, request: &HttpRequest, commit: &str) -> H
         Some(Fault::Stall) => answer.no_chunking(part.len() as u64).streaming(half.chain(stream::pending())),
         Some(Fault::Break) => {
             let broken = async {
-                // What came before is on its way when this comes.
+                // Sent only after the preceding data is on its way.
                 actix_web::rt::task::yield_now().await;
                 Err(std::io::Error::other("the connection is to break here"))
             };
@@ -314,7 +314,7 @@ fn send(state: &mut State, file: &str, request: &HttpRequest, commit: &str) -> H
     }
 }
 
-/// A cache of its own for each test, gone when dropped.
+/// A cache directory of one test, removed on drop.
 struct CacheFolder(PathBuf);
 
 impl CacheFolder {
@@ -336,7 +336,7 @@ impl CacheFolder {
         self.repository().join("blobs")
     }
 
-    /// What `HF_HOME` says.
+    /// Returns the value for `HF_HOME`.
     fn home(&self) -> PathBuf {
         self.0.join("home")
     }
@@ -352,7 +352,7 @@ impl Drop for CacheFolder {
     }
 }
 
-/// Patience for a hub that answers; no test waits long between two attempts.
+/// Returns long timeouts for a hub that responds, with short delays between attempts.
 fn patient() -> Timeouts {
     Timeouts { pause: Duration::from_millis(1), ..Timeouts::default() }
 }
@@ -385,7 +385,7 @@ fn fetch(hub: &LocalHub, cache: &CacheFolder, reference: &str) -> anyhow::Result
     fetch_with(&hub.endpoint, cache, reference, None, &mut ())
 }
 
-/// Fetches with these timeouts.
+/// Fetches the model with these timeouts.
 fn fetch_within(hub: &LocalHub, cache: &CacheFolder, timeouts: Timeouts) -> anyhow::Result<PathBuf> {
     let hub = hub_at(&hub.endpoint, cache, &[]).with_timeouts(timeouts);
     hub.fetch(&HubReference::parse("hf:owner/tiny")?, &mut ())
@@ -412,7 +412,7 @@ fn a_model_is_fetched_once_and_then_needs_no_hub() {
     assert_eq!(hub.files_asked(), wanted);
     same_files(&folder, "gqa");
     ModelSource::open(&ModelRef::Path(folder.clone()), None).expect("what was fetched is a model");
-    // A commit is what it is; where a branch is may have changed.
+    // A commit is immutable; a branch may have moved.
     assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
     assert!(hub.asked().is_empty());
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), folder);
@@ -429,7 +429,7 @@ fn all_shards_of_an_index_are_fetched() {
     ModelSource::open(&ModelRef::Path(folder.clone()), None).expect("what was fetched is a model");
     assert!(!folder.join("consolidated.safetensors").exists());
     hub.asked();
-    // One that has been lost is fetched again, and nothing else.
+    // A lost file is fetched again, and only that.
     let lost = "model-00002-of-00003.safetensors";
     fs::remove_file(folder.join(lost).canonicalize().unwrap()).unwrap();
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
@@ -437,7 +437,7 @@ fn all_shards_of_an_index_are_fetched() {
     same_files(&folder, "sharded");
 }
 
-/// The files of sentence-transformers, one of which lies in a folder.
+/// The files of sentence-transformers are fetched, one of which is in a subdirectory.
 #[test]
 fn an_encoders_way_of_pooling_is_fetched_with_it() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
@@ -454,13 +454,13 @@ fn an_encoders_way_of_pooling_is_fetched_with_it() {
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     let found = SentenceFiles::from_folder(&Folder::Disk(folder.clone())).unwrap().expect("they are there");
     assert_eq!(found.pooling, FoundPooling::Served(Pooling::Cls));
-    // As the hub's own tools lay it out: a link to where the content is.
+    // The layout of the hub's own tools: a link to the content.
     let link = fs::read_link(folder.join("2_Other/config.json")).unwrap();
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     hub.asked();
     assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
     assert!(hub.asked().is_empty(), "the commit is known to be whole");
-    // Without it, it is not.
+    // Without the file, the commit is incomplete.
     fs::remove_file(folder.join("2_Other/config.json")).unwrap();
     fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap();
     assert_eq!(hub.files_asked(), ["2_Other/config.json"]);
@@ -505,7 +505,7 @@ fn the_token_goes_to_the_hub_when_there_is_one_and_into_no_message() {
     let asked = hub.asked();
     assert!(asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer hf_right")), "{asked:?}");
 
-    // The file where the hub's own tools leave it.
+    // The token file of the hub's own tools.
     let cache = CacheFolder::new();
     fs::create_dir_all(cache.home()).unwrap();
     fs::write(cache.home().join("token"), "hf_right\n").unwrap();
@@ -525,7 +525,7 @@ fn the_token_goes_to_no_other_address() {
     assert!(!asked.is_empty() && asked.iter().all(|asked| asked.authorization.is_none()), "{asked:?}");
 }
 
-/// What a hub or a mirror says must not choose what is written where.
+/// Data of a hub or a mirror must not determine paths of written files.
 #[test]
 fn what_a_hub_says_becomes_no_path() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
@@ -535,13 +535,16 @@ fn what_a_hub_says_becomes_no_path() {
     for name in [&absolute, "../../../victim", "..", "", "C:victim", "a\\b"] {
         hub.set(|state| state.false_etag = Some(name.to_owned()));
         let error = refusal(fetch(&hub, &cache, "hf:owner/tiny"));
-        assert!(error.contains("config.json") && error.contains("no name for a file"), "{name}: {error}");
+        assert!(
+            error.contains("config.json") && error.contains("not usable as a file name"),
+            "{name}: {error}"
+        );
         hub.set(|state| (state.false_etag, state.false_commit) = (None, Some(name.replace('\\', "/"))));
         let error = refusal(fetch(&hub, &cache, "hf:owner/tiny"));
-        assert!(error.contains("another commit's"), "{name}: {error}");
+        assert!(error.contains("another commit"), "{name}: {error}");
         hub.set(|state| (state.false_commit, state.false_sha) = (None, Some(name.to_owned())));
         let error = refusal(fetch(&hub, &cache, "hf:owner/tiny"));
-        assert!(error.contains("is no commit"), "{name}: {error}");
+        assert!(error.contains("is not a commit"), "{name}: {error}");
         hub.set(|state| state.false_sha = None);
     }
     assert!(!victim.exists());
@@ -585,7 +588,7 @@ fn a_hub_that_keeps_breaking_leaves_nothing_that_looks_whole() {
     assert!(!cache.snapshot(COMMIT).join(WEIGHTS).exists());
     assert!(!cache.repository().join("refs/main").exists());
     hub.asked();
-    // The next start goes on from there, and asks for nothing twice.
+    // The next start resumes there and requests nothing twice.
     hub.set(|state| state.faults.clear());
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     assert_eq!(hub.files_asked(), [WEIGHTS]);
@@ -601,7 +604,7 @@ fn a_hub_that_ignores_ranges_spoils_nothing() {
     same_files(&folder, "gqa");
 }
 
-/// A part as long as the file is used as it is, a longer one is not, and a lock that nobody holds is none.
+/// A partial file of full length is used, a longer one is not, and a stale lock is ignored.
 #[test]
 fn what_an_ended_process_has_left_is_no_obstacle() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
@@ -661,7 +664,7 @@ fn a_hub_that_never_answers_is_given_up() {
     }
 }
 
-/// What `main` is may change; a hub that does not answer must not keep anybody from what is in the cache.
+/// A branch is checked again, but a hub that does not respond does not block the use of the cache.
 #[test]
 fn a_branch_is_looked_at_again_for_a_moment() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
@@ -669,7 +672,7 @@ fn a_branch_is_looked_at_again_for_a_moment() {
     hub.set(|state| (state.has_moved, state.mute) = (true, Some("/api/")));
     let timeouts = Timeouts { news: SHORT, ..patient() };
     assert_eq!(fetch_within(&hub, &cache, timeouts).unwrap(), cache.snapshot(COMMIT));
-    // A commit that cannot be fetched whole takes no place of one that is there.
+    // A commit that cannot be fetched completely does not replace a cached one.
     hub.set(|state| {
         state.mute = None;
         let config = state.files.get_mut("config.json").expect("it is served");
@@ -680,7 +683,7 @@ fn a_branch_is_looked_at_again_for_a_moment() {
     hub.set(|state| state.faults.clear());
     hub.asked();
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), cache.snapshot(BRANCH_COMMIT));
-    // What has not changed is not sent again.
+    // Unchanged files are not downloaded again.
     assert!(!hub.asked().iter().any(|asked| asked.path.starts_with("/blob/")));
     assert_eq!(fs::read_to_string(cache.repository().join("refs/main")).unwrap(), BRANCH_COMMIT);
     let config = fs::read(cache.snapshot(BRANCH_COMMIT).join("config.json")).unwrap();
@@ -729,7 +732,7 @@ fn a_file_that_another_process_fetches_is_waited_for() {
     assert!(config.clone().all(|asked| asked.range.as_deref() == Some("bytes=0-0")), "{asked:?}");
 }
 
-/// A cache that other tools have filled does not tell whether the hub has more; without a hub, it will do.
+/// A cache filled by other tools may be incomplete, but is used if the hub is unreachable.
 #[test]
 fn what_other_tools_have_fetched_is_used_when_the_hub_is_away() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
@@ -755,7 +758,7 @@ fn a_cache_that_cannot_be_written_is_named() {
     assert!(error.contains(&cache.path().display().to_string()), "{error}");
 }
 
-/// `mainstem inspect`, with hub and cache named by the environment.
+/// Returns the command `mainstem inspect` with hub and cache set by the environment.
 fn inspect(hub: &LocalHub, cache: &CacheFolder) -> Command {
     let mut command = crate::common::mainstem();
     command.args(["inspect", "hf:owner/tiny", "--json"]);

@@ -1,4 +1,4 @@
-//! `mainstem inspect`: what it says is what the loader and the engine do.
+//! Tests that the output of `mainstem inspect` matches what the loader and the engine do.
 
 use crate::common::{Copied, config, fixture};
 use mainstem::cli::start;
@@ -24,7 +24,7 @@ fn inspect_json(model: &Path, flags: &[&str]) -> Value {
     serde_json::from_str(&answer(&inspect(model, &flags))).expect("the answer is JSON")
 }
 
-/// The refusal of a broken model, which must be the loader's own.
+/// Checks that a broken model is refused with the error of the loader.
 fn refused(model: &Path, named: &str) {
     let output = inspect(model, &[]);
     let error = String::from_utf8_lossy(&output.stderr);
@@ -76,8 +76,8 @@ fn a_specification_of_ones_own_is_told_by_its_name() {
     assert_eq!((&eps["value"], &eps["origin"]), (&json!(1e-3), &json!("specification")));
 }
 
-/// Memory as it is told, against the engine's own sizes for the same settings; `tests/allocator.rs` holds
-/// those to what is then allocated. Step buffers can only be measured where nobody else allocates.
+/// The reported memory matches the engine's sizes for the same settings; `tests/allocator` compares those
+/// with actual allocations. Step buffers can only be measured without concurrent allocations.
 #[test]
 fn memory_is_what_the_engine_takes() {
     for (model, kv_type, slots) in [
@@ -103,7 +103,7 @@ fn memory_is_what_the_engine_takes() {
         let parts = ["weights", "kv", "activations"].map(bytes);
         assert_eq!(parts, [engine.weight_bytes, engine.kv_bytes, engine.activation_bytes], "{model}");
         assert_eq!(bytes("total"), parts.iter().sum::<usize>() + bytes("step_buffers"), "{model}");
-        // Four pages of 32 hold 100 tokens, and the sink is one more.
+        // Four pages of 32 hold 100 tokens, plus the null page.
         assert_eq!(bytes("kv_per_sequence"), 128 * bytes("kv_per_token"), "{model}");
         assert_eq!(bytes("kv_for_slots"), (slots as usize * 4 + 1) * 32 * bytes("kv_per_token"), "{model}");
         assert_eq!((bytes("kv"), bytes("context_tokens")), (bytes("kv_for_slots"), 100), "{model}");
@@ -170,8 +170,8 @@ fn end_tokens_are_told_with_who_named_them() {
     assert!([json!("tokenizer"), Value::Null].contains(&by_tokenizer["said_by"]), "{by_tokenizer}");
 }
 
-/// Neutral settings and those of no consequence are passed over; all others are listed, and whoever starts the
-/// model is warned once.
+/// Neutral and irrelevant settings are ignored; all other unsupported ones are listed, and starting the model
+/// logs one warning.
 #[test]
 fn what_a_model_asks_for_and_does_not_get_is_told() {
     let model = Copied::of("gqa", "unserved");
@@ -246,7 +246,7 @@ fn a_broken_model_is_refused_as_the_loader_refuses_it() {
     refused(Path::new("hf:only-a-name"), "owner/name");
 }
 
-/// The head of a safetensors file of F32 tensors, and how many bytes follow it.
+/// Returns the header of a safetensors file of F32 tensors, and the number of bytes that follow it.
 fn header_of(tensors: &[(&str, &[u64])]) -> (Vec<u8>, u64) {
     let mut end = 0;
     let mut header = serde_json::Map::new();
@@ -260,7 +260,7 @@ fn header_of(tensors: &[(&str, &[u64])]) -> (Vec<u8>, u64) {
     ([&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat(), end)
 }
 
-/// Weights that are one large hole in a file: there is room to map them, but not to load them.
+/// The weights are a sparse file: there is enough memory to map them, but not to load them.
 #[test]
 fn inspecting_loads_no_weights() {
     const VOCAB: u64 = 420_000;

@@ -1,5 +1,5 @@
-//! Keys and values in groups, and drawn tokens that take the values of some of their past: what that costs, and that company
-//! changes nothing.
+//! Tests of quantized KV caches and of top-k sparse attention of generated tokens: their error, and batch
+//! invariance.
 
 use crate::common::{Outcome, config, mainstem};
 use crate::weights::{answers_of, apart, texts};
@@ -13,12 +13,13 @@ use mainstem_kernels::{
 };
 use std::path::Path;
 
-/// Of the demo model: one after another with whole prompts, or all together with prompts in pieces.
+/// Runs the demo model on requests one after another with whole prompts, or all together with prompts in
+/// chunks.
 async fn answers(kv_type: &str, share: f64, together: bool) -> Vec<Outcome> {
     let (slots, budget) = if together { (4, 24) } else { (1, 512) };
     let settings = [
         ("kv.type", kv_type.into()),
-        ("kv.attended_share", share.into()),
+        ("kv.sparse_attention", share.into()),
         ("scheduler.slots", slots.into()),
         ("scheduler.token_budget", budget.into()),
     ];
@@ -44,7 +45,7 @@ async fn alone_and_in_company_answers_have_the_same_bits_in_every_cache() {
 const POSITIONS: usize = 128;
 const PAGE_POSITIONS: usize = 32;
 
-/// The demo model, with room for some texts.
+/// Returns an executor of the demo model with slots for `texts` texts.
 fn demo(texts: usize, ty: QuantType, attended: Share) -> impl Executor {
     let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
     let limits = StepLimits {
@@ -66,7 +67,8 @@ fn demo(texts: usize, ty: QuantType, attended: Share) -> impl Executor {
     ModelExecutor::new(cpu, &source, &whole, kv, limits).expect("there is room")
 }
 
-/// A text's next token is drawn, and no other can be: the token at `at`, and what is to follow it.
+/// Adds the token at `at` to the batch and samples the next one, which is forced to be the next token of the
+/// text.
 fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
     let tokens = match at {
         0 => SpanTokens::Given { at: batch.tokens.len() as u32, len: 1 },
@@ -98,7 +100,7 @@ fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
     batch.samples.push(SampleRow { bias_at, bias_len: 1, ..row });
 }
 
-/// Log-probabilities of the texts' tokens but the first, text by text, when each is drawn.
+/// Returns the log-probabilities of the texts' tokens except the first, text by text, when each is sampled.
 fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
     let mut model = demo(texts.len(), ty, attended);
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
@@ -117,7 +119,8 @@ fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
     told
 }
 
-/// More bits are nearer, and so is a larger share; all is exact. docs/quantization.md has these figures.
+/// More bits and a larger attended fraction are closer; the full fraction is exact. docs/quantization.md
+/// lists these values.
 #[actix::test]
 async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
     let texts = texts().await;
@@ -132,12 +135,12 @@ async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
     assert!(by_share.is_sorted() && by_share[0] > 0.0 && by_share[1] < 0.03, "{figures}");
 }
 
-/// A device that did not draw a token itself is told that it was drawn.
+/// A device that did not sample a token itself is informed that it was generated.
 #[test]
 fn every_stage_takes_the_part_of_the_past_that_one_device_takes() {
     let told = |share: &str, more: &[&str]| {
         let story = ["run", "demo", "Once upon a time", "--raw", "--temperature", "0", "--max-tokens", "50"];
-        let output = mainstem().args(story).args(["--attended-share", share]).args(more).output();
+        let output = mainstem().args(story).args(["--sparse-attention", share]).args(more).output();
         let output = output.expect("the program starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).expect("the answer is text")

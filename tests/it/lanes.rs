@@ -1,5 +1,5 @@
-//! Lanes over a real model: what shares a device in steps of its own gives the tokens that it gives in one, and a fault, a
-//! client that leaves or a bug in one lane does in the others what it does there.
+//! Tests of lanes (micro-batches in flight) with a real model: the tokens equal those without lanes, and
+//! faults, disconnected clients and bugs in one lane are contained.
 
 use crate::common::{
     all_home, complete, complete_all, drawn, engine, engine_with, greedy, outcome, prompt, submit,
@@ -12,10 +12,10 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use toml::Value;
 
-/// What the test's device does to a step.
+/// Called by the test device before each step.
 type Mishap = fn(&StepBatch, &mut StepOutput) -> Result<(), DeviceError>;
 
-/// A device that keeps a copy of each step, and has a mishap at the k-th.
+/// A device that records each step and misbehaves at a given one.
 struct Watched {
     inner: Box<dyn Executor>,
     steps: Arc<Mutex<Vec<StepBatch>>>,
@@ -50,7 +50,7 @@ fn settings(lanes: i64, shuffle: &'static str) -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Greedy and drawn, some with log-probabilities of their prompts, of all lengths.
+/// Returns greedy and sampled requests of various lengths, some with prompt log-probabilities.
 fn requests() -> Vec<Request> {
     let greedy = (0..7).map(|i| greedy(&prompt(i, 3 + 9 * i), 4 + 3 * i as u32));
     let drawn = (7..14).map(|i| drawn(&prompt(i, 2 + i), 18 - i as u32, 1000 + i as u64));
@@ -88,7 +88,7 @@ async fn lanes_change_no_token() {
     }
 }
 
-/// Each step is of one lane, and all that it names is that lane's.
+/// Checks that each step belongs to one lane and refers only to that lane's resources.
 fn check(steps: &[StepBatch], lanes: u32, shuffle: &str) {
     let seen: BTreeSet<u32> = steps.iter().map(|step| step.lane).collect();
     assert_eq!(seen, (0..lanes).collect());
@@ -138,8 +138,8 @@ async fn a_fault_ends_what_is_in_slots_in_all_lanes_and_nothing_else() {
     }
 }
 
-/// What only a bug of ours could do: one lane's loop panics. Its requests end without a word, those of the other lanes go
-/// on, and the lane serves again.
+/// The loop of one lane panics, which only a bug could cause. Its requests end without a final event, those
+/// of the other lanes continue, and the lane serves again.
 #[actix::test]
 async fn a_loop_that_panics_takes_no_other_lane_along() {
     let lose: Mishap = |_, out| {
@@ -190,7 +190,7 @@ async fn who_hangs_up_makes_room_in_its_lane() {
     engine.stop();
 }
 
-/// More lanes than slots would be lanes without any.
+/// There cannot be more lanes than slots.
 #[actix::test]
 async fn there_are_no_more_lanes_than_slots() {
     let engine = engine("gqa", &settings(40, "on")).await;

@@ -1,4 +1,5 @@
-//! Many requests on few slots, and clients that leave: right tokens, and everything comes home.
+//! Tests of many requests on few slots with clients that disconnect: correct tokens, and all resources are
+//! released.
 
 use crate::common::{all_home, complete, drawn, engine, greedy, outcome, prompt, submit, within};
 use mainstem::actors::{Engine, TokenStream};
@@ -26,7 +27,7 @@ async fn hang_up_after(mut stream: TokenStream, events: usize) {
     }
 }
 
-/// Every seventh client leaves: at once (while waiting), or after a few tokens (in decode).
+/// Every seventh client disconnects: at once (while queued), or after a few tokens (while decoding).
 async fn serve_them_all(engine: &Engine) {
     let mut readers = Vec::new();
     for number in 0..REQUESTS {
@@ -57,7 +58,7 @@ async fn serve_them_all(engine: &Engine) {
 
 #[actix::test]
 async fn two_hundred_requests_on_four_slots_with_every_seventh_client_gone() {
-    // Pages are short as well: not all four slots fit at their longest.
+    // Pages are scarce too: four sequences of maximum length do not fit.
     let settings = [
         ("scheduler.max_waiting", (REQUESTS as i64).into()),
         ("scheduler.token_budget", 24.into()),

@@ -1,4 +1,4 @@
-//! Models that no file is needed for: the embedded one, and random weights of a given shape.
+//! Tests of models without files: the embedded one, and random weights of a given shape.
 
 use crate::common::{all_home, complete, config, greedy};
 use mainstem::actors::Engine;
@@ -11,7 +11,7 @@ use std::path::Path;
 
 const TOKENS: u32 = 8;
 
-/// Answers a prompt with exactly as many tokens as it was asked for.
+/// Checks that a prompt is answered with exactly the requested number of tokens.
 async fn answers(engine: &Engine, prompt: &str) {
     let ids = engine.tokenizer.encode(prompt, true).expect("a prompt is text");
     let outcome = complete(engine, greedy(&ids, TOKENS)).await;
@@ -29,7 +29,7 @@ async fn without_a_model_the_embedded_one_answers() {
     engine.stop();
 }
 
-/// Under a shape that a test has time for, once in each number format.
+/// A shape small enough for a test, once in each number format.
 #[actix::test]
 async fn random_weights_answer_in_every_number_format() {
     for named in ["110M:f32", "110M:f16", "110M:bf16"] {
@@ -50,7 +50,7 @@ async fn an_unknown_shape_is_refused_with_those_there_are() {
     assert!(SHAPES.iter().all(|shape| error.contains(shape.name)), "{error}");
 }
 
-/// An example is there to begin with, and one begins with the demo.
+/// The example configurations are valid for the demo model.
 #[test]
 fn the_example_configurations_fit_the_demo() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("config/examples");

@@ -1,25 +1,25 @@
-//! What computes models knows no model: families are data.
+//! Tests that the code that computes models does not depend on model families, which are data.
 
 use mainstem::model::spec::SpecFile;
 use mainstem::specs;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Every file of source below a folder.
+/// Returns all source files below a directory.
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let entries = folder.read_dir().expect("the folder is there").flatten().map(|entry| entry.path());
     let files = entries.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] });
     files.filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
 }
 
-/// The words of a text.
+/// Returns the words of a text.
 fn words(text: &str) -> BTreeSet<String> {
     let is_part = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
     text.split(|c| !is_part(c)).map(str::to_owned).collect()
 }
 
-/// No branch can depend on a family: its `model_type` does not occur as a word. (`llama3`, a scaling of rotary positions, is
-/// none.)
+/// No code can depend on a family, because no `model_type` occurs as a word. (`llama3` is a rotary position
+/// scaling, not a family.)
 #[test]
 fn no_family_is_named_where_models_are_computed() {
     let mut types = BTreeSet::new();

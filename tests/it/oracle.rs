@@ -1,5 +1,5 @@
-//! The recorded answers of Hugging Face transformers (tests/oracle), through the whole engine: the same
-//! greedy tokens, and log-probabilities within 1e-3, on both backends.
+//! Tests of the whole engine against the recorded answers of Hugging Face transformers (tests/oracle): the
+//! same greedy tokens, and log-probabilities within 1e-3, on both backends.
 
 use crate::common::{Copied, Story, all_home, complete_all, config, fixture, greedy, stories};
 use mainstem::actors::Engine;
@@ -39,7 +39,7 @@ struct Encoding {
     ids: Vec<u32>,
 }
 
-/// (model, answers) of every fixture.
+/// Model and answers of every fixture.
 const FIXTURES: [(&str, &str); 18] = [
     ("mha", "mha/answers.json"),
     ("gqa", "gqa/answers.json"),
@@ -62,7 +62,7 @@ const FIXTURES: [(&str, &str); 18] = [
 ];
 
 impl Answer {
-    /// llama2.c's own programs end at BOS too; the recorded answers of its fixtures go on.
+    /// llama2.c's programs also stop at BOS; the recorded answers of its fixtures continue.
     fn request(&self, eos: &[u32]) -> Request {
         Request {
             ignore_eos: self.ignore_eos || eos.contains(&1),
@@ -73,7 +73,7 @@ impl Answer {
         }
     }
 
-    /// One that stopped could have gone on.
+    /// Returns the requested answer length; an answer that stopped could have been longer.
     fn answer_len_asked(&self) -> u32 {
         self.answer.len() as u32 + u32::from(self.finish == "stop")
     }
@@ -89,7 +89,7 @@ async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
         ("device.kind", Value::from(kind)),
         ("scheduler.slots", slots.into()),
         ("scheduler.token_budget", 48.into()),
-        // What is recorded is of activations as they are.
+        // The recorded answers are for activations that are not rounded.
         ("device.activations", "f32".into()),
     ];
     start::engine(&config(model, &settings)).await.expect("the fixture loads")
@@ -99,17 +99,17 @@ async fn check(model: &str, answers: &str, kind: &str) {
     check_at(&fixture(model), answers, kind).await;
 }
 
-/// Checks the model at `path` against recorded answers, which are given all at once.
+/// Checks the model at `path` against recorded answers, with all requests at once.
 pub async fn check_at(path: &Path, answers: &str, kind: &str) {
     check_with(path, answers, (kind, 4), LOGPROB_TOLERANCE).await;
 }
 
-/// The same, each answer by itself.
+/// Checks the model against recorded answers, with one request at a time.
 pub async fn check_alone(path: &Path, answers: &str, kind: &str) {
     check_with(path, answers, (kind, 1), LOGPROB_TOLERANCE).await;
 }
 
-/// All at once, with another bound for log-probabilities.
+/// Checks the model with all requests at once and a given tolerance of log-probabilities.
 pub async fn check_within(path: &Path, answers: &str, kind: &str, tolerance: f32) {
     check_with(path, answers, (kind, 4), tolerance).await;
 }
@@ -125,7 +125,7 @@ async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tole
     for id in &recorded.eos_token_ids {
         assert!(engine.model.eos.contains(id), "{model}: {id} ends a sequence");
     }
-    // All at once: the answers are in company, which must not matter.
+    // All requests at once: batching must not change the answers.
     let outcomes =
         complete_all(&engine, recorded.answers.iter().map(|answer| answer.request(&engine.model.eos))).await;
     for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
@@ -163,14 +163,14 @@ async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tole
     engine.stop();
 }
 
-/// Checks the log-probabilities of prompts, which no answer's choices move, within a looser bound.
+/// Checks prompt log-probabilities, which do not depend on generated tokens, with a larger tolerance.
 pub async fn check_prompts(path: &Path, answers: &str, settings: &[(&'static str, Value)], tolerance: f32) {
     let recorded = recorded(answers);
     let engine = start::engine(&config(path, settings)).await.expect("the fixture loads");
     let requests = recorded
         .answers
         .iter()
-        // Positions may depend on how much is reserved.
+        // Positions may depend on the reserved length.
         .map(|answer| Request { max_tokens: answer.answer_len_asked(), ..answer.request(&engine.model.eos) });
     let outcomes = complete_all(&engine, requests).await;
     for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
@@ -197,7 +197,7 @@ async fn the_reference_backend_gives_the_recorded_answers() {
     }
 }
 
-/// A model of a type nobody has heard of, with a specification in its folder: the same answers.
+/// A model of an unknown type with a specification in its directory gives the same answers.
 #[actix::test]
 async fn a_new_model_is_a_specification_file() {
     let model = Copied::of("gqa", "new-model");
@@ -207,7 +207,7 @@ async fn a_new_model_is_a_specification_file() {
     check_at(&model.0, "gqa/answers.json", "cpu").await;
 }
 
-/// The trained model that lies beside the checkout for those who have it: its recorded texts, by id.
+/// The trained model next to the checkout, if present, generates its recorded texts.
 #[actix::test]
 async fn stories260k_gives_its_recorded_texts_where_it_is_at_hand() {
     let Some(folder) = stories() else { return };

@@ -1,5 +1,5 @@
-//! Whole engines over several devices: whatever the partition and the number of lanes, clients get what one device gives,
-//! also beside clients that leave.
+//! Tests of whole engines on several devices: for every partition and number of lanes, clients get the same
+//! answers as from one device, even if other clients disconnect.
 
 use crate::common::{
     Outcome, all_home, complete_all, config, drawn, engine, greedy, outcome, prompt, submit,
@@ -19,10 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use toml::Value;
 
-/// Of log-probabilities, where sums are made in another order.
+/// Tolerance of log-probabilities if sums are computed in another order.
 const TOLERANCE: f32 = 1e-4;
 
-/// As `--devices` spells them, for models of two layers: by layers, by tensors, both, uneven, and two kinds.
+/// Values of `--devices` for models of two layers: layer-wise, tensor-wise, hybrid, uneven, and with two
+/// device kinds.
 const PARTITIONS: [&str; 6] = [
     "cpu:0;cpu:1",
     "cpu:0&cpu:1",
@@ -32,7 +33,7 @@ const PARTITIONS: [&str; 6] = [
     "cpu:0;reference:0",
 ];
 
-/// For models of four.
+/// Values of `--devices` for models of four layers.
 const LONGER: [&str; 5] = [
     "cpu:0;cpu:1;cpu:2",
     "cpu:0;cpu:1;cpu:2;cpu:3",
@@ -47,10 +48,10 @@ fn settings(devices: &str, lanes: i64, shuffle: &str) -> Settings {
     let mut settings = vec![
         ("scheduler.lanes", lanes.into()),
         ("scheduler.shuffle", shuffle.into()),
-        // Prompts come in chunks.
+        // Prompts are processed in chunks.
         ("scheduler.token_budget", 12.into()),
         ("device.threads", 1.into()),
-        // What members sum in parts would be rounded another way beside weights of BF16.
+        // Partial sums of tensor-parallel ranks would be rounded differently with BF16 weights.
         ("device.activations", "f32".into()),
     ];
     if !devices.is_empty() {
@@ -59,33 +60,34 @@ fn settings(devices: &str, lanes: i64, shuffle: &str) -> Settings {
     settings
 }
 
-/// Ids that every vocabulary here has.
+/// Returns token ids that exist in every vocabulary used here.
 fn words(number: usize, len: usize) -> Vec<u32> {
     prompt(number, len).into_iter().map(|id| 8 + id % 88).collect()
 }
 
-/// More than there are slots, of many lengths; greedy ones only where bits may differ.
+/// Returns more requests than slots, of many lengths; only greedy ones if results may differ in rounding.
 fn requests(exact: bool, sources: bool) -> Vec<Request> {
     let request = |i: usize| {
         let request = match exact && i % 2 == 1 {
             true => drawn(&words(i, 4 + 4 * i), 4 + i as u32, i as u64),
             false => greedy(&words(i, 4 + 4 * i), 4 + i as u32),
         };
-        // Some sources are longer than a step's budget.
+        // Some encoder inputs are longer than the budget of a step.
         let source = if sources { words(40 + i, 3 + 2 * i).into() } else { request.source.clone() };
         Request { source, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
     };
     (0..10).map(request).collect()
 }
 
-/// Reads so many events, and hangs up.
+/// Reads this many events, then disconnects.
 async fn leave(mut stream: TokenStream, events: usize) {
     for _ in 0..events {
         stream.next().await;
     }
 }
 
-/// What comes of the requests. Between any two of them is one that hangs up at once, amid its prompt or amid its answer.
+/// Returns the outcomes of the requests. Between any two is one whose client disconnects at once, during its
+/// prompt, or during its answer.
 async fn answers(model: &str, settings: &Settings, requests: Vec<Request>) -> Vec<Outcome> {
     let engine = engine(model, settings).await;
     let (mut staying, mut leaving) = (Vec::new(), Vec::new());
@@ -123,12 +125,12 @@ fn check(what: &str, exact: bool, got: &[Outcome], right: &[Outcome]) {
     }
 }
 
-/// On each of these partitions, with one lane, with some that share stages and with more than stages.
+/// Checks each of these partitions with one lane, with several, and with more lanes than stages.
 async fn check_all(model: &str, sources: bool, partitions: &[&str], more: &Settings) {
     for exact in [true, false] {
         let right = answers(model, &settings("", 1, "on"), requests(exact, sources)).await;
         for devices in partitions {
-            // Sums over members are rounded elsewhere, and so are those of another kind of device.
+            // Sums over ranks and on other device kinds are rounded differently.
             if exact == (devices.contains('&') || devices.contains("reference")) {
                 continue;
             }
@@ -162,7 +164,7 @@ async fn experts_are_shared_in_either_way() {
     check_all(text(&model.0), false, &LONGER[2..], &by_expert).await;
 }
 
-/// The last stage of the encoder hands on what all of the decoder's stages remember of it.
+/// The last stage of the encoder passes on the encoder output that all decoder stages cache.
 #[actix::test]
 async fn sources_reach_every_stage_that_attends_to_them() {
     let model = family("m2m100", "parted");
@@ -172,7 +174,7 @@ async fn sources_reach_every_stage_that_attends_to_them() {
     check_all(text(&model.0), true, &LONGER[1..3], &Vec::new()).await;
 }
 
-/// How often a device met the others of its stage.
+/// A collective that counts the exchanges of a device.
 struct Meeting {
     inner: Box<dyn Collective>,
     meetings: Arc<AtomicU64>,
@@ -198,7 +200,7 @@ impl Collective for Meeting {
     }
 }
 
-/// A device that must not be through with a step without having met the others.
+/// A device that checks that every step includes an exchange with the other ranks.
 struct Sociable {
     inner: Box<dyn Executor>,
     meetings: Arc<AtomicU64>,

@@ -1,4 +1,4 @@
-//! Which device holds what, as it is configured, refused, and shown.
+//! Tests of the configuration of partitions: accepted and refused settings, and their display.
 
 use crate::common::{config, fixture, mainstem};
 use crate::families::family;
@@ -106,7 +106,8 @@ fn an_encoders_layers_go_first() {
     assert!(rows[0]["encoder_layers"][0] == 1 && rows[1]["layers"].is_array(), "{rows:?}");
 }
 
-/// What the model does not allow is a failure that names the key; what the command line says wrongly is a usage error.
+/// A partition that the model does not allow is an error that names the key; a malformed flag is a usage
+/// error.
 #[test]
 fn refusals_name_the_key_the_reason_and_the_nearest() {
     let model = fixture("gqa").display().to_string();
@@ -120,12 +121,12 @@ fn refusals_name_the_key_the_reason_and_the_nearest() {
         (
             vec!["--devices", "0;1", "--layers", "2,1"],
             1,
-            "device.layers: [2, 1] makes 3 layers, but the model has 2; the nearest possible is [1, 1]",
+            "device.layers: [2, 1] adds up to 3 layers, but the model has 2; the nearest possible is [1, 1]",
         ),
         (
             vec!["--devices", "0;0"],
             2,
-            "command line: device.groups = \"0;0\": cpu:0 is there twice; the nearest possible is cpu:0",
+            "command line: device.groups = \"0;0\": cpu:0 is listed twice; the nearest possible is cpu:0",
         ),
         (
             vec!["--devices", "0&reference:0"],
@@ -177,7 +178,7 @@ fn a_plan_compares_every_way_and_the_configured_one() {
     assert!(too_many.contains("refused") && too_many.contains("note: device.groups: "), "{too_many}");
 }
 
-/// What a plan calls the devices is what `--devices` takes.
+/// The device names of a plan are valid values of `--devices`.
 #[test]
 fn devices_of_two_kinds_are_planned_by_layers_alone() {
     let plan = |devices: &str| {
@@ -193,7 +194,7 @@ fn devices_of_two_kinds_are_planned_by_layers_alone() {
     assert_eq!(plan(rows[0]["devices"].as_str().expect("a text"))["partitions"][0]["layers"], json!([3, 1]));
 }
 
-/// Four devices where none are named; what a file says of one is not for those, and one that is named is one.
+/// A plan is for four devices by default; settings of a file for one device do not apply to them.
 #[test]
 fn a_plan_is_for_the_devices_that_are_said() {
     let folder = std::env::temp_dir().join(format!("mainstem-plan-{}", std::process::id()));
@@ -202,7 +203,7 @@ fn a_plan_is_for_the_devices_that_are_said() {
     std::fs::write(&file, "[device]\nlayers = [4]\nshares = [[1]]\n").expect("it can be written");
     let of_file = ["plan", "--partition", "--hardware", "v100x4", "--json", "--config"];
     let plan = answer_json(&[&of_file[..], &[file.to_str().expect("a path")]].concat());
-    // Counts in flags are for the same four devices, whatever the file says of one.
+    // Layer counts given as flags apply to the four devices, whatever the file sets for one.
     let counts = [file.to_str().expect("a path"), "--shape", "8B", "--layers", "20,4,4,4"];
     let counts = answer_json(&[&of_file[..], &counts].concat());
     std::fs::remove_dir_all(&folder).expect("it was there");
@@ -221,7 +222,7 @@ fn a_plan_is_for_the_devices_that_are_said() {
     assert_eq!((names(&one), &one["partitions"][0]["configured"]), (vec!["cpu:0".to_owned()], &json!(true)));
 }
 
-/// A token goes through the decoder alone, and an encoder makes none.
+/// A generated token passes only through the decoder; an encoder-only model generates none.
 #[test]
 fn a_plan_of_an_encoder_decoder_counts_what_a_token_goes_through() {
     let decoded = |name: &str| {
@@ -234,14 +235,14 @@ fn a_plan_of_an_encoder_decoder_counts_what_a_token_goes_through() {
     let figure = |key: &str| plan["partitions"][0][key][0].clone();
     let (held, ms) = (figure("bytes")[0].as_f64().expect("bytes"), figure("stage_ms").as_f64().expect("ms"));
     assert!(held >= plan["model"]["weight_bytes"].as_f64().expect("bytes"), "{plan}");
-    // 5 us an operation, some 30 of which there are in each of two decoder layers.
+    // 5 us per operation, with about 30 operations in each of two decoder layers.
     assert!(ms < 0.35, "{plan}");
     let output = decoded("bert");
     let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.code() == Some(1) && error.contains("is an encoder, "), "{error}");
+    assert!(output.status.code() == Some(1) && error.contains("is an encoder-only model, "), "{error}");
 }
 
-/// A machine in a file may have devices and links that differ, and the plan says each.
+/// A machine file may define different devices and links; the plan shows each.
 #[test]
 fn a_plan_shows_every_device_and_both_kinds_of_links() {
     let file = std::env::temp_dir().join(format!("mainstem-plan-{}.toml", std::process::id()));
@@ -255,10 +256,10 @@ fn a_plan_shows_every_device_and_both_kinds_of_links() {
     let plan = answer_json(&[&args[..], &["--json"]].concat());
     std::fs::remove_file(&file).expect("it was there");
     for line in [
-        "devices:  1 of 900.0 GB/s and 125.00 Tflop/s, 5.0 us an operation, 32.0 GB",
-        "devices:  2 of 100.0 GB/s and 2.00 Tflop/s, 0.0 us an operation",
-        "          48.0 GB of all together",
-        "links:    7.0 us and 12.0 GB/s within a stage, 90.0 us and 3.0 GB/s from one to the next",
+        "devices:  1 of 900.0 GB/s and 125.00 Tflop/s, 5.0 us per operation, 32.0 GB",
+        "devices:  2 of 100.0 GB/s and 2.00 Tflop/s, 0.0 us per operation",
+        "          48.0 GB shared by all",
+        "links:    7.0 us and 12.0 GB/s within a stage, 90.0 us and 3.0 GB/s between stages",
     ] {
         assert!(text.lines().any(|other| other == line), "{line} in {text}");
     }
@@ -273,7 +274,7 @@ fn a_plan_shows_every_device_and_both_kinds_of_links() {
     assert_eq!([&hardware["within"]["latency_us"], &hardware["between"]["latency_us"]], [7.0, 90.0]);
 }
 
-/// A text that a shell would cut up is quoted.
+/// Arguments with special characters are quoted for the shell.
 #[test]
 fn the_examples_of_help_can_be_pasted() {
     for subcommand in ["plan", "inspect", "bench", "run", "serve"] {

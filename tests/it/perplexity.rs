@@ -1,5 +1,5 @@
-//! `perplexity`: its figures are those that transformers gives for the same chunks, formats come in the order of their quality,
-//! and what has no perplexity is refused by name.
+//! Tests of `perplexity`: its results match those of transformers for the same chunks, formats are ordered by
+//! quality, and models without perplexity are refused.
 
 use crate::common::{complete, config, fixture, greedy, mainstem};
 use crate::families::family;
@@ -11,10 +11,10 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-/// As near to the checkpoint as arithmetic allows.
+/// Settings without any rounding beyond float arithmetic.
 const EXACT: &str = "--activations f32 --kv-type f32";
 
-/// What the demo model was not trained on.
+/// Returns the text that the demo model was not trained on.
 fn held_out() -> PathBuf {
     fixture("perplexity/held_out.txt")
 }
@@ -25,12 +25,12 @@ fn perplexity(model: &Path, text: &Path, line: &str) -> Output {
     command.args(["--threads", "1"]).args(line.split_whitespace()).output().expect("the program starts")
 }
 
-/// The demo model on the held-out text: the report in JSON.
+/// Returns the JSON report of the demo model on the held-out text.
 fn demo(line: &str) -> Value {
     report(Path::new("demo"), line)
 }
 
-/// A model on that text.
+/// Returns the JSON report of a model on the held-out text.
 fn report(model: &Path, line: &str) -> Value {
     let output = perplexity(model, &held_out(), &format!("{line} --json"));
     let (code, errors) = (output.status.code(), String::from_utf8_lossy(&output.stderr));
@@ -52,7 +52,8 @@ fn answers() -> Value {
     serde_json::from_slice(&text).expect("they are JSON")
 }
 
-/// After the first chunk, and after some: of the first cut all, the short one at the end too.
+/// Compares the results after the first chunk and after some; for the first cut all chunks, including the
+/// short last one.
 #[test]
 fn the_figures_are_those_of_transformers() {
     let answers = answers();
@@ -87,7 +88,8 @@ fn the_divergence_of_a_quantised_model_is_that_of_its_numbers() {
     near("same choice", &against["same_choice"], number(&recorded["same_choice"]), 1e-3);
 }
 
-/// The same numbers however a chunk is cut into steps and the layers among devices; the members of a stage sum in another order.
+/// Results do not depend on how chunks are split into steps and layers over devices; the ranks of a stage sum
+/// in another order.
 #[test]
 fn a_model_is_itself_however_it_is_computed() {
     let whole = demo(&format!("--limit-chunks 2 {EXACT} --against f32"));
@@ -95,7 +97,7 @@ fn a_model_is_itself_however_it_is_computed() {
     assert_eq!(against["kl"]["value"], 0.0);
     assert_eq!((&against["kl_max"], &against["same_choice"]), (&0.0.into(), &1.0.into()));
     assert_eq!(against["nll"], whole["figures"]["nll"]);
-    for line in ["--token-budget 37", "--page-positions 96", "--devices 0;1"] {
+    for line in ["--token-budget 37", "--page-size 96", "--devices 0;1"] {
         let other = demo(&format!("--limit-chunks 2 {EXACT} --against f32 {line}"));
         assert_eq!(other["figures"], whole["figures"], "{line}");
     }
@@ -103,7 +105,7 @@ fn a_model_is_itself_however_it_is_computed() {
     near("members", &parted["figures"]["nll"]["value"], number(&whole["figures"]["nll"]["value"]), 1e-5);
 }
 
-/// With the settings that serve, roundings of activations and cache included.
+/// Uses the settings of serving, including the rounding of activations and cache.
 #[actix::test]
 async fn what_is_measured_is_what_is_served() {
     let (_, tokenizer) = start::open(&ModelRef::Demo, None).unwrap();
@@ -120,7 +122,7 @@ async fn what_is_measured_is_what_is_served() {
     near("nll", &report["figures"]["nll"]["value"], -logprobs.iter().sum::<f64>() / 299.0, 1e-6);
 }
 
-/// Of Inferflow's formats, as its paper has them, and 8 bits before them.
+/// The formats of the Inferflow paper, after 8 bits.
 #[test]
 fn formats_come_in_the_order_of_their_quality() {
     let formats =
@@ -134,8 +136,8 @@ fn formats_come_in_the_order_of_their_quality() {
     }
 }
 
-/// Codes by least squares are nearer to the model than those by the formats' equations; both are told as the distance of a
-/// written model.
+/// Least-squares quants are closer to the model than round-to-nearest ones; both are measured as the
+/// divergence of a written model.
 #[test]
 fn least_squares_are_nearer_than_equations() {
     let room = Room::new("least-squares");
@@ -144,7 +146,7 @@ fn least_squares_are_nearer_than_equations() {
         let rules = format!("*={format}");
         let written = mainstem()
             .args(["quantize", "demo", out.to_str().expect("the path is text"), "--weights", &rules])
-            .args(["--codes", "least-squares", "--force"])
+            .args(["--rounding", "least-squares", "--force"])
             .output()
             .expect("it starts");
         assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
@@ -166,7 +168,7 @@ fn a_reference_is_another_model_of_the_same_words() {
     let (other, words) = (family("mistral", "reference"), fixture("f16"));
     for (reference, told) in [
         (text_of(&other.0), "--reference: "),
-        (text_of(&words), "they cannot be compared"),
+        (text_of(&words), "cannot compare"),
         ("no/such/model".to_owned(), "--reference: cannot open the model no/such/model"),
     ] {
         let output = perplexity(Path::new("demo"), &held_out(), &format!("--reference {reference}"));
@@ -211,17 +213,23 @@ fn what_has_no_perplexity_is_refused_by_name() {
     std::fs::write(&bytes, b"ab\xffcd").unwrap();
     let (demo, text) = (Path::new("demo").to_owned(), held_out());
     for (model, text, line, code, told) in [
-        (&encoder.0, &text, "", 1, "is an encoder, and perplexity is measured of decoders alone"),
+        (
+            &encoder.0,
+            &text,
+            "",
+            1,
+            "is an encoder-only model, but perplexity supports decoder-only models only",
+        ),
         (&both.0, &text, "", 1, "is an encoder-decoder"),
         (&demo, &short, "", 1, "short.txt with mainstem-demo: fewer than two tokens"),
-        (&demo, &bytes, "", 1, "bytes.txt: no UTF-8 from byte 2 on"),
+        (&demo, &bytes, "", 1, "bytes.txt: not UTF-8 from byte 2 on"),
         (&demo, &folder.join("none.txt"), "", 1, "none.txt"),
         (&demo, &text, "--context 1025", 2, "--context 1025: mainstem-demo has a context of 1024 tokens"),
         (&demo, &text, "--context 64 --max-context 32", 2, "has a context of 32 tokens"),
-        (&demo, &text, "--context 64 --stride 65", 2, "--stride 65: tokens between chunks of 64"),
+        (&demo, &text, "--context 64 --stride 65", 2, "--stride 65: must be at most the chunk length, 64"),
         (&demo, &text, "--context 1", 2, "--context"),
         (&demo, &text, "--against q9", 2, "'q9'"),
-        (&demo, &text, "--against nothing=q8", 1, "--against: model.weights: 'nothing' is no tensor"),
+        (&demo, &text, "--against nothing=q8", 1, "--against: model.weights: 'nothing' matches no tensor"),
         (&demo, &text, "--device fake", 1, "fake devices compute nothing"),
     ] {
         let output = perplexity(model, text, line);

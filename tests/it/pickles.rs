@@ -1,4 +1,4 @@
-//! Weights as PyTorch saves them (tests/oracle/make_pickles.py): the same model as from safetensors.
+//! Tests of weights saved by PyTorch (tests/oracle/make_pickles.py): the same model as from safetensors.
 
 use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greedy, mainstem, prompt};
 use mainstem::cli::start;
@@ -7,12 +7,12 @@ use mainstem::request::Token;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// What the pickled weights are the same as.
+/// The fixture with the same weights as the pickled ones.
 const MODEL: &str = "bf16";
 
 const KINDS: [&str; 3] = ["zip", "stream", "sharded"];
 
-/// The model, with the weights of `tests/fixtures/pickle/KIND` in place of its own.
+/// Returns a copy of the model with the weights of `tests/fixtures/pickle/KIND`.
 pub fn pickled(kind: &str, name: &str) -> Copied {
     let model = Copied::of(MODEL, &format!("pickled-{kind}-{name}"));
     std::fs::remove_file(model.file("model.safetensors")).expect("the copy has it");
@@ -22,7 +22,7 @@ pub fn pickled(kind: &str, name: &str) -> Copied {
     model
 }
 
-/// Each token with the bits of its log-probability, of answers long and short, greedy and by chance.
+/// Returns each token with the bits of its log-probability, for long and short, greedy and sampled answers.
 async fn answers(model: &Path) -> Vec<Vec<(u32, Option<u32>)>> {
     let engine = start::engine(&config(model, &[])).await.expect("the model loads");
     let requests = (0..6).map(|i| {
@@ -48,7 +48,7 @@ async fn each_container_gives_the_tokens_that_safetensors_give() {
     }
 }
 
-/// The numbers of every tensor, widened to F32.
+/// Returns the bits of a tensor's values, widened to F32.
 fn numbers(checkpoint: &Checkpoint, name: &str) -> Vec<u32> {
     let tensor = checkpoint.tensor(name).unwrap_or_else(|| panic!("{name}"));
     let ty = tensor.quant_type().expect("it is computable");
@@ -78,7 +78,8 @@ fn inspected(model: &Path) -> Value {
     serde_json::from_slice(&output.stdout).expect("the answer is JSON")
 }
 
-/// All as of safetensors, but that some vectors are stored wider, and that there are tensors nobody needs.
+/// The inspection equals that of safetensors, except that some vectors are stored wider and there are unused
+/// tensors.
 #[test]
 fn an_inspection_shows_pickled_weights_as_any_others() {
     let expected = inspected(&fixture(MODEL));
@@ -106,7 +107,7 @@ fn an_inspection_shows_pickled_weights_as_any_others() {
     }
 }
 
-/// The program says what it was asked to do, and has not done it.
+/// The error names the call that the file requests, which is not executed.
 #[test]
 fn a_file_that_wants_something_run_is_refused_by_every_command() {
     let model = pickled("stream", "hostile");
@@ -122,7 +123,7 @@ fn a_file_that_wants_something_run_is_refused_by_every_command() {
         assert_eq!(output.status.code(), Some(1), "{error}");
         let file = model.file("pytorch_model.bin");
         let said =
-            error.contains(&file.display().to_string()) && error.contains("asks for posix.system: only");
+            error.contains(&file.display().to_string()) && error.contains("references posix.system: only");
         assert!(said, "{error}");
     }
     assert!(!trace.exists());

@@ -1,4 +1,4 @@
-//! The papers' baselines give the same tokens as the fused loop, only at another speed.
+//! Tests that the baseline policies of the papers generate the same tokens as the fused loop.
 
 use crate::common::{all_home, complete_all, drawn, engine, greedy, prompt};
 use mainstem::request::Request;

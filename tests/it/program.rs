@@ -1,17 +1,17 @@
-//! The programs that tests start, by themselves: what the environment of whoever runs the tests says to the
-//! program, to the hub's tools and to clients of the API, it says to nobody here.
+//! Commands of the programs that tests start, without the environment variables that configure the program,
+//! the hub's tools and API clients.
 
 use std::ffi::OsStr;
 use std::process::Command;
 
 const FOREIGN: [&str; 3] = ["MAINSTEM_", "HF_", "OPENAI_"];
 
-/// The program under test.
+/// Returns a command of the program under test.
 pub fn mainstem() -> Command {
     alone(env!("CARGO_BIN_EXE_mainstem"))
 }
 
-/// A program that may start the one under test, or stand in for it.
+/// Returns a command of another program, which may start the program under test or replace it.
 pub fn alone(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {

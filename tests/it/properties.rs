@@ -1,5 +1,5 @@
-//! Arithmetic does not depend on company: alone = among others = in chunks = after moves, bit for bit, for
-//! the oracle and for every instruction set of the fast backend.
+//! Tests of batch invariance: results are bit-identical alone, batched, in chunks and after moves, for the
+//! oracle and for every instruction set of the fast backend.
 
 use crate::common::{fixture, prompt, skipped};
 use mainstem::model::Shard;
@@ -17,7 +17,7 @@ const SLOTS: u32 = 6;
 /// The longest sequence.
 const POSITIONS: usize = 128;
 
-/// A device driven by hand.
+/// An executor driven manually by a test.
 struct Rig {
     executor: Box<dyn Executor>,
     page_positions: usize,
@@ -25,16 +25,16 @@ struct Rig {
     batch: StepBatch,
 }
 
-/// How a sequence's tokens are drawn.
+/// How the tokens of a sequence are sampled.
 #[derive(Clone, Copy)]
 enum Pick {
     Greedy,
-    /// By chance, from a seed.
+    /// At random, from a seed.
     Drawn(u64),
 }
 
 impl Pick {
-    /// For the token that gets `position`.
+    /// Returns the sample row of the token at `position`.
     fn row(self, position: usize) -> SampleRow {
         let row = SampleRow { logprob: true, position: position as u32, ..SampleRow::GREEDY };
         match self {
@@ -91,7 +91,7 @@ impl Rig {
         Some(Rig { executor: executor?, page_positions, step: 0, batch: StepBatch::default() })
     }
 
-    /// Gives a slot its pages: scattered, and different for each slot.
+    /// Assigns pages to a slot: scattered, and different for each slot.
     fn open(&mut self, slot: u32, pages_of: u32) {
         let pages = (POSITIONS / self.page_positions) as u32;
         for index in 0..pages {
@@ -100,7 +100,7 @@ impl Rig {
         }
     }
 
-    /// A prompt's tokens; the one after them is drawn if `pick` says how.
+    /// Adds prompt tokens to the batch; the next token is sampled if `pick` is given.
     fn give(&mut self, slot: u32, start: usize, tokens: &[u32], pick: Option<Pick>) {
         let at = self.batch.tokens.len() as u32;
         self.batch.tokens.extend_from_slice(tokens);
@@ -108,7 +108,7 @@ impl Rig {
         self.span(slot, start, given, pick.map(|pick| pick.row(start + tokens.len())));
     }
 
-    /// The slot's last token, which stands at `start`.
+    /// Adds the slot's last token, at position `start`, to the batch.
     fn last(&mut self, slot: u32, start: usize, pick: Pick) {
         self.span(slot, start, SpanTokens::Last, Some(pick.row(start + 1)));
     }
@@ -137,7 +137,7 @@ impl Rig {
         output.rows.iter().map(|row| (row.token, row.logprob.to_bits())).collect()
     }
 
-    /// The prompt whole, then token by token.
+    /// Runs the whole prompt, then token by token.
     fn alone(&mut self, prompt: &[u32], tokens: usize, pick: Pick) -> Vec<Drawn> {
         self.open(0, 0);
         self.give(0, 0, prompt, Some(pick));
@@ -151,7 +151,8 @@ impl Rig {
 }
 
 const BACKENDS: [&str; 4] = ["reference", "avx512", "avx2", "portable"];
-/// Grouped queries over an odd head; a biased one; one stored in half precision; and those stored in blocks.
+/// Runs the check for models with grouped queries and an odd head dimension, with biases, in half precision,
+/// and in block formats.
 const MODELS: [&str; 5] = ["gqa", "odd_head_dim", "f16", "gguf/q8_0.gguf", "gguf/q4_0.gguf"];
 
 fn for_all_rigs(check: impl Fn(&mut Rig, &str)) {
@@ -194,8 +195,8 @@ fn a_prompt_in_chunks_is_the_prompt_whole_at_every_boundary() {
     });
 }
 
-/// Three sequences, greedy and drawn, join at different steps, one prompt in chunks beside decoding rows, and
-/// before every step one or two of them move to other slots.
+/// Three sequences, greedy and sampled, join at different steps, one prompt is batched in chunks with
+/// decoding rows, and before every step one or two sequences move to other slots.
 #[test]
 fn company_and_moves_change_nothing() {
     for_all_rigs(|rig, name| {
@@ -211,7 +212,7 @@ fn company_and_moves_change_nothing() {
             }
             let mut waiting = Vec::new();
             if turn > 1 {
-                // Everybody moves to a free slot, over the turns.
+                // Over the iterations, every sequence moves to a free slot.
                 let free: Vec<u32> = (0..SLOTS).filter(|slot| !slots.contains(slot)).collect();
                 for (mover, to) in (turn..turn + 1 + turn % 2).zip(free) {
                     let from = std::mem::replace(&mut slots[mover % 3], to);
@@ -247,7 +248,7 @@ fn company_and_moves_change_nothing() {
     });
 }
 
-/// AVX2 and AVX-512 do the same additions in the same order.
+/// AVX2 and AVX-512 perform the same additions in the same order.
 #[test]
 fn instruction_sets_with_fused_multiply_add_agree_to_the_bit() {
     let grouped = [QuantType::Q8_0, QuantType::G4_B64].map(|ty| (MODELS[1], ty));

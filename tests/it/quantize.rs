@@ -1,4 +1,5 @@
-//! `mainstem quantize`: what it writes is what rules would load, and it is there as a whole or not at all.
+//! Tests of `mainstem quantize`: the written model equals the one loaded with the same rules, and it is
+//! written completely or not at all.
 
 use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greedy, mainstem, prompt};
 use crate::families::{decoders, family, others};
@@ -12,11 +13,11 @@ use mainstem_kernels::QuantType;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// A folder to write to; gone when dropped.
+/// An output directory, removed on drop.
 pub struct Room(pub PathBuf);
 
 impl Room {
-    /// `name` tells the tests apart.
+    /// Creates the directory. `name` must be unique among the tests.
     pub fn new(name: &str) -> Room {
         let folder = std::env::temp_dir().join(format!("mainstem-quantize-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a temporary folder");
@@ -27,7 +28,7 @@ impl Room {
         self.0.join(name)
     }
 
-    /// What is in it, in order.
+    /// Returns the sorted file names in the directory.
     pub fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.0).expect("the folder is there").flatten();
         let mut names: Vec<String> =
@@ -53,7 +54,7 @@ pub fn target(path: PathBuf, format: Format) -> Target {
     Target { path, format, existing: Existing::Refuse, spec: None, threads: 2 }
 }
 
-/// Every part of the model as it is loaded: its name, its number format and its bytes.
+/// Returns the name, number format and bytes of every loaded tensor of the model.
 pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     let load = |piece| {
         let taken = pieces::take(&source.checkpoint, piece).expect("it can be taken");
@@ -64,7 +65,7 @@ pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     tensors::pieces(&source.spec).into_iter().map(load).collect()
 }
 
-/// A layout that is written wrong somewhere, a matrix not turned, or a part at another place, is found here.
+/// Detects wrong layouts, missing transpositions and misplaced parts.
 #[test]
 fn models_of_every_family_load_to_the_same_bytes_as_by_rules() {
     let (mut turned, mut coded) = (0, 0);
@@ -82,7 +83,7 @@ fn models_of_every_family_load_to_the_same_bytes_as_by_rules() {
         coded += parts.iter().filter(|part| part.ty.is_blocked()).map(|part| part.tensors).sum::<usize>();
         turned += written.checkpoint.tensors().filter(|tensor| tensor.is_turned()).count();
     }
-    // Without these nothing of their kind was tested.
+    // Otherwise these kinds would not be tested.
     assert!(turned > 5 && coded > 500, "{turned} turned, {coded} coded");
 }
 
@@ -113,7 +114,7 @@ async fn the_demo_answers_with_the_same_bits_as_by_rules() {
     let output = run(&["demo", text(&out), "--weights", rules]);
     let (told, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{error}");
-    for what in ["q6_b64t1", "q4_b32t1a", "q8_0", "bf16", "bits a number", text(&out)] {
+    for what in ["q6_b64t1", "q4_b32t1a", "q8_0", "bf16", "bits per number", text(&out)] {
         assert!(told.contains(what), "{told}");
     }
     let (by_rules, written) = (answers(Path::new(""), rules).await, answers(&out, "").await);
@@ -125,7 +126,7 @@ async fn the_demo_answers_with_the_same_bits_as_by_rules() {
             "request {number}"
         );
     }
-    // What is coded can be coded again.
+    // A quantized model can be quantized again.
     let again = run(&[text(&out), text(&room.place("smaller")), "--weights", "*.down_proj.*=q4"]);
     assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
     let (source, smaller) = (opened(&out, "*.down_proj.*=q4"), opened(&room.place("smaller"), ""));
@@ -162,7 +163,7 @@ fn the_settings_go_with_it_and_the_weights_do_not() {
     }
 }
 
-/// A specification that was given is the folder's own from then on.
+/// A given specification becomes part of the written directory.
 #[test]
 fn a_specification_that_was_given_goes_with_it() {
     let (model, room) = (family("gpt2", "quantize-spec"), Room::new("spec"));
@@ -188,22 +189,22 @@ fn what_cannot_be_written_is_refused_and_nothing_is_left() {
     let llama2c = fixture("llama2c/v0.bin");
     let gguf = room.place("out.gguf");
     for (arguments, code, reason) in [
-        (vec![text(&model), text(&there), "--weights", "*=q8"], 1, "is there already; --force"),
+        (vec![text(&model), text(&there), "--weights", "*=q8"], 1, "already exists; --force"),
         (vec![text(&model), text(&there), "--weights", "*=q8", "--force"], 1, "letter.odt"),
-        (vec![text(&model), text(&notes), "--weights", "*=q8", "--force"], 1, "is no written model"),
+        (vec![text(&model), text(&notes), "--weights", "*=q8", "--force"], 1, "is not a written model"),
         (
             vec!["demo", text(&file), "--weights", "*=q8", "--force", "--format", "safetensors"],
             1,
-            "is a file, where a folder",
+            "is a file, but the output is a folder",
         ),
-        (vec![text(&model), text(&gguf), "--weights", "*=q8"], 1, "only a GGUF file's model"),
+        (vec![text(&model), text(&gguf), "--weights", "*=q8"], 1, "only a GGUF model can be written as GGUF"),
         (vec![text(&model), text(&gguf), "--weights", "*=q8", "--format", "safetensors"], 2, "--format"),
         (vec![text(&model), "out", "--weights", "q9"], 2, "'q9'"),
         (vec![text(&model), "out", "--weights", "no_such=q8"], 1, "'no_such'"),
         (
             vec![text(&llama2c), "out", "--weights", "q8"],
             1,
-            "only the model of a hub's folder or of a GGUF file",
+            "only a model folder or a GGUF file can be converted",
         ),
         (vec![text(&model), text(&model), "--weights", "*=q8", "--force"], 1, "the model that is read"),
         (
@@ -239,7 +240,7 @@ fn a_written_model_is_replaced_when_asked() {
     }
 }
 
-/// Of a fused tensor no one format is that of all its parts, if rules differ for them.
+/// A fused tensor is refused if the rules assign different formats to its parts.
 #[test]
 fn a_tensor_whose_parts_differ_is_refused_with_a_rule_that_helps() {
     let (model, room) = (family("phi3", "quantize-parts"), Room::new("parts"));
@@ -267,7 +268,7 @@ fn what_is_stopped_leaves_nothing() {
     assert!(room.names().is_empty(), "{:?}", room.names());
 }
 
-/// A file that may not grow beyond a size stands for a disk that is full.
+/// A file size limit simulates a full disk.
 #[test]
 fn a_full_disk_is_told_and_leaves_nothing() {
     let room = Room::new("full");

@@ -1,5 +1,4 @@
-//! `mainstem run` as a shell sees it: standard output, standard error and exit code, before servers that
-//! behave and servers that do not.
+//! Tests of `mainstem run`: standard output, standard error and exit code, with correct and faulty servers.
 
 use crate::common::{Copied, PATIENCE, again, fixture, mainstem, signal, within};
 use futures_util::StreamExt;
@@ -14,19 +13,19 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-/// A request, as the server has read it.
+/// A request received by the server.
 struct Seen {
     /// Method and path.
     line: String,
-    /// In lower case.
+    /// Header lines in lower case.
     headers: Vec<String>,
     body: Value,
 }
 
-/// What a server does with the connection once it has read the request.
+/// Handles a connection after the request has been read.
 type Respond = Box<dyn FnOnce(&mut TcpStream) + Send>;
 
-/// A server that takes a connection for each of its responses, then is gone.
+/// A server that accepts one connection for each of its responses, then exits.
 struct FakeServer {
     url: String,
     seen: Receiver<Seen>,
@@ -70,12 +69,12 @@ fn read_request(stream: &mut TcpStream) -> Seen {
     Seen { line: path, headers, body: serde_json::from_slice(&body).unwrap_or(Value::Null) }
 }
 
-/// Writes what it can; the client may have hung up.
+/// Writes a text. Returns false if the client has disconnected.
 fn write(stream: &mut TcpStream, text: &str) -> bool {
     stream.write_all(text.as_bytes()).and_then(|()| stream.flush()).is_ok()
 }
 
-/// A response with a body of JSON.
+/// Responds with a JSON body.
 fn status(status: &'static str, body: Value) -> Respond {
     let head = "Content-Type: application/json\r\nConnection: close";
     let (body, head) = (body.to_string(), head.to_string());
@@ -88,7 +87,7 @@ fn status(status: &'static str, body: Value) -> Respond {
 const EVENTS: &str =
     "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n";
 
-/// A response with a body of events; the connection ends behind it.
+/// Responds with a body of events and closes the connection.
 fn events(body: String) -> Respond {
     Box::new(move |stream| {
         write(stream, &format!("{EVENTS}{body}"));
@@ -112,7 +111,7 @@ fn run(args: &[&str]) -> Output {
     command(args).output().expect("the program starts")
 }
 
-/// Asks a server for one answer.
+/// Sends one chat request to a server through the program.
 fn ask(server: &FakeServer, args: &[&str]) -> Output {
     run(&[&["--url", &server.url, "m", "Hi"], args].concat())
 }
@@ -121,7 +120,7 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("it is text")
 }
 
-/// Checks exit code and standard output, and that standard error has `named`.
+/// Checks the exit code and standard output, and that standard error contains `named`.
 fn check(output: &Output, code: i32, stdout: &str, named: &str) {
     let stderr = text(&output.stderr);
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(code), stdout), "{stderr}");
@@ -236,7 +235,8 @@ fn the_key_is_sent_and_never_told() {
     assert!(!text(&output.stderr).contains("secret"));
 }
 
-/// The variable's key is meant for no server in particular; 0.0.0.0 is this machine without saying so.
+/// The key of the variable is not tied to a server, so it is not sent over plain HTTP, except to this
+/// machine.
 #[test]
 fn the_variables_key_goes_nowhere_in_the_clear() {
     for (flag, sent) in [(None, None), (Some("--api-key=k-flag"), Some("Authorization: Bearer k-flag"))] {
@@ -257,9 +257,9 @@ fn an_answer_that_breaks_off_fails_and_what_came_stays() {
     let error = json!({"error": {"message": "the device failed"}});
     for (rest, named) in [
         (format!("data: {error}\n\ndata: [DONE]\n\n"), "the device failed"),
-        (String::new(), "ended before the answer did"),
-        ("data: {\"choices\":[{\"finish_rea".to_string(), "ended before the answer did"),
-        ("data: oops\n\n".to_string(), "no JSON"),
+        (String::new(), "ended before the answer was complete"),
+        ("data: {\"choices\":[{\"finish_rea".to_string(), "ended before the answer was complete"),
+        ("data: oops\n\n".to_string(), "invalid JSON"),
     ] {
         let server = FakeServer::new(vec![events(said("Once") + &rest)]);
         check(&ask(&server, &[]), 1, "Once", named);
@@ -291,7 +291,8 @@ fn bad_usage_is_2_and_names_the_fault() {
     check(&run(&["no/such/model", "Hi"]), 1, "", "no/such/model");
 }
 
-/// A program whose first piece of answer has come, before a server that goes on as long as it is heard.
+/// Starts the program against a server that streams until the client disconnects. Returns it with the first
+/// piece of the answer.
 fn halfway(form: &[&str]) -> (Child, String) {
     let endless: Respond = Box::new(|stream| {
         let chunk = said("on and on\n");
@@ -316,7 +317,7 @@ fn ctrl_c_ends_the_answer_with_130() {
     assert_eq!((output.status.code(), text(&output.stderr)), (Some(130), ""));
 }
 
-/// A server that reads the request and keeps silent until its client hangs up, and then says so.
+/// Returns a server that reads the request, never responds, and reports when the client disconnects.
 fn silent() -> (FakeServer, Receiver<()>) {
     let (sender, gone) = channel();
     let wait: Respond = Box::new(move |stream| {
@@ -336,7 +337,7 @@ fn ctrl_c_ends_the_wait_for_an_answer_that_never_begins() {
     gone.recv_timeout(PATIENCE).expect("the server has noticed");
 }
 
-/// A model whose context is as long as no test waits for.
+/// Returns a model with a context too long for any test to reach its end.
 fn endless_model(name: &str) -> Copied {
     let model = Copied::of("gqa", name);
     model.configure("max_position_embeddings", json!(40_000));
@@ -381,7 +382,7 @@ fn a_closed_standard_output_ends_it_quietly() {
     }
 }
 
-/// The server learns that nobody listens by what it writes next.
+/// A streaming server notices a disconnected client with its next write.
 #[actix::test]
 async fn dropping_an_answer_hangs_up() {
     let (sender, gone) = tokio::sync::oneshot::channel();
@@ -399,7 +400,7 @@ async fn dropping_an_answer_hangs_up() {
     within(gone).await.expect("the server has noticed");
 }
 
-/// A server that has not begun to answer learns of it when it does.
+/// A server that has not started to respond notices a disconnected client when it does.
 #[actix::test]
 async fn dropping_an_answer_before_it_begins_hangs_up_when_it_does() {
     let (begin, begun) = channel();
@@ -421,8 +422,8 @@ async fn dropping_an_answer_before_it_begins_hangs_up_when_it_does() {
     within(gone).await.expect("the server has noticed");
 }
 
-/// Nobody reads what would be recorded, so nothing may be kept. A process has one recorder at most: that one can
-/// still be installed shows that none was.
+/// Metrics are not recorded without a server. A process has at most one recorder, so a successful
+/// installation shows that there was none.
 #[test]
 fn the_api_within_this_process_installs_no_recorder() {
     const ITSELF: &str = "run::the_api_within_this_process_installs_no_recorder";
@@ -440,7 +441,7 @@ fn the_api_within_this_process_installs_no_recorder() {
     assert!(metrics::set_global_recorder(metrics::NoopRecorder).is_ok());
 }
 
-/// A template of one's own makes a chat of a model that has none, and is told by its name if it cannot.
+/// A configured chat template is used for a model without one; an invalid one is refused by name.
 #[test]
 fn the_configured_template_makes_the_prompt() {
     let model = Copied::of("mha", "template");
@@ -460,7 +461,7 @@ fn the_configured_template_makes_the_prompt() {
     check(&told("a b c", &["--chat-template", &named]), 1, "", &named);
 }
 
-/// What `run` itself wants is beneath what the environment and files say.
+/// The environment and files override the log level that `run` sets.
 #[test]
 fn the_log_is_as_quiet_as_it_is_told() {
     let model = fixture("gqa").display().to_string();

@@ -1,4 +1,4 @@
-//! The load tester's scenarios, with the program itself as the server that they start.
+//! Tests of the load tester's scenarios with `mainstem` as the server.
 
 use crate::common::PATIENCE;
 use load_tests::report::RunReport;
@@ -12,24 +12,25 @@ fn options() -> Options {
     Options { start_timeout: PATIENCE, time_limit: PATIENCE, ..Options::new(program) }
 }
 
-/// What is told and what comes of the smallest scenario that ships.
+/// Runs the smallest built-in scenario. Returns its progress lines and report sections.
 fn tiny(options: &Options) -> anyhow::Result<(Vec<String>, Vec<Section>)> {
-    let mut told = Vec::new();
+    let mut lines = Vec::new();
     let files = [Path::new("tiny")];
-    let mut tell = |line: &str| told.push(line.to_owned());
+    let mut tell = |line: &str| lines.push(line.to_owned());
     let sections = scenario::run(&files, options, &Progress::default(), &mut tell)?;
-    Ok((told, sections))
+    Ok((lines, sections))
 }
 
 fn steps(run: &RunReport) -> u64 {
     run.server.as_ref().and_then(|server| server.steps).expect("the server counts its steps")
 }
 
-/// Every policy answers the same requests whole; stepping each alone takes a step for each token, fusing far fewer.
+/// Every policy completes the same requests; stepping each request alone takes one step per token, a fused
+/// loop far fewer.
 #[test]
 fn every_policy_answers_the_same_requests() {
-    let (told, sections) = tiny(&options()).expect("the scenario runs");
-    assert!(told.iter().any(|line| line.contains("12 runs take about")), "{told:?}");
+    let (lines, sections) = tiny(&options()).expect("the scenario runs");
+    assert!(lines.iter().any(|line| line.contains("12 runs take about")), "{lines:?}");
     let [
         Section::Table { rows: head, .. },
         Section::Table { rows, .. },
@@ -40,7 +41,7 @@ fn every_policy_answers_the_same_requests() {
         panic!("{sections:?}")
     };
     assert!(head.iter().any(|row| row[0] == "model" && row[1].contains("demo")), "{head:?}");
-    assert!(!head.iter().any(|row| row[0] == "trouble"), "{head:?}");
+    assert!(!head.iter().any(|row| row[0] == "problem"), "{head:?}");
     assert!(rows.iter().flatten().all(|cell| cell != "-"), "{rows:?}");
     let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
     assert_eq!(labels, ["fused", "no shuffle", "window", "concurrent"]);
@@ -60,15 +61,15 @@ fn options_go_before_the_file() {
     options.repeats = 2;
     options.slots = Some(3);
     options.server_args = vec!["--served-model-name".into(), "renamed".into()];
-    let (told, sections) = tiny(&options).expect("the scenario runs");
-    assert!(told.iter().any(|line| line.contains("6 runs take about")), "{told:?}");
+    let (lines, sections) = tiny(&options).expect("the scenario runs");
+    assert!(lines.iter().any(|line| line.contains("6 runs take about")), "{lines:?}");
     let [Section::Table { rows: head, .. }, .., Section::Runs { runs, .. }] = &sections[..] else {
         panic!("{sections:?}")
     };
     assert!(head.contains(&vec!["model".into(), "renamed".into()]), "{head:?}");
     assert!(head.iter().any(|row| row[1].contains("--slots 3")), "{head:?}");
     assert_eq!(runs.len(), 1);
-    // Answers of 4 to 12 tokens in the place of 8 to 24.
+    // Responses have 4 to 12 tokens instead of 8 to 24.
     assert!((32..=96).contains(&runs[0].output_tokens), "{}", runs[0].output_tokens);
 }
 
@@ -82,5 +83,5 @@ fn a_server_that_does_not_start_is_told_with_what_it_said() {
     }
     options.variants = vec!["fastest".into()];
     let error = format!("{:#}", tiny(&options).unwrap_err());
-    assert!(error.contains("there is no variant 'fastest'; there are fused, no shuffle"), "{error}");
+    assert!(error.contains("unknown variant 'fastest'; the variants are fused, no shuffle"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! What is in each step, watched from a device that waits at its door for the test's word.
+//! Tests of the content of each step, observed by a device that waits for the test before it runs a step.
 
 use crate::common::{all_home, engine_with, free_permits, greedy, outcome, prompt, submit, within};
 use mainstem::actors::kv::Held;
@@ -12,7 +12,8 @@ use std::sync::mpsc;
 use tokio::sync::mpsc as tokio_mpsc;
 use toml::Value;
 
-/// A device that shows each step and waits for leave to run it. Without anybody at the gate it runs on.
+/// A device that publishes each step and waits for permission to run it. If the gate is dropped, it runs
+/// freely.
 struct Gated {
     inner: Box<dyn Executor>,
     entered: tokio_mpsc::UnboundedSender<StepBatch>,
@@ -31,7 +32,7 @@ impl Executor for Gated {
     }
 }
 
-/// The other side of the gate.
+/// The test's side of the gate.
 struct Gate {
     slots: usize,
     entered: tokio_mpsc::UnboundedReceiver<StepBatch>,
@@ -39,7 +40,7 @@ struct Gate {
 }
 
 impl Gate {
-    /// The step that stands at the gate.
+    /// Waits for the step at the gate.
     async fn next(&mut self) -> StepBatch {
         within(self.entered.recv()).await.expect("the device is there")
     }
@@ -48,7 +49,7 @@ impl Gate {
         let _ = self.leave.send(());
     }
 
-    /// Lets everything through from here on, and gives what passed meanwhile.
+    /// Opens the gate for all further steps and returns those that have passed.
     async fn open(self, engine: &Engine) -> Vec<StepBatch> {
         let Gate { slots, mut entered, leave } = self;
         drop(leave);
@@ -85,13 +86,13 @@ async fn begin(engine: &Engine, number: usize, len: usize, max_tokens: u32) -> T
     submit(engine, greedy(&prompt(number, len), max_tokens)).await.expect("it is taken in")
 }
 
-/// Waits until `pages` pages are held, whatever the device does meanwhile.
+/// Waits until `pages` pages are allocated.
 async fn ready(engine: &Engine, pages: usize) {
     within(async {
         while engine.actors.kv.send(Held).await.expect("kv answers").1 < pages {
             tokio::task::yield_now().await;
         }
-        // Two more turns of the control thread, in which prefill hears of the last of them.
+        // Two more yields of the control thread, in which prefill is informed about the last page.
         for _ in 0..2 {
             free_permits(&engine.actors.intake).await;
         }
@@ -106,7 +107,7 @@ async fn who_arrives_during_a_step_is_in_the_next() {
     assert_eq!(gate.next().await.rows(), 5);
     gate.pass();
     assert_eq!(gate.next().await.rows(), 1);
-    // Inferflow's Figure 2: the step is at the gate when the second request comes.
+    // Inferflow's Figure 2: the step is at the gate when the second request arrives.
     let second = begin(&engine, 1, 7, 3).await;
     ready(&engine, 2).await;
     gate.pass();
@@ -144,8 +145,8 @@ fn holes(step: &StepBatch) -> usize {
     step.spans.iter().filter(|span| span.table == SpanTable::Sink).count()
 }
 
-/// Eight requests of different lengths on four slots: with the shuffle on the slots of each step are
-/// contiguous; with it off nobody moves, and the holes between them are computed.
+/// Eight requests of different lengths on four slots: with the shuffle, the slots of each step are
+/// contiguous; without it, no sequence moves, and holes are computed.
 #[actix::test]
 async fn slots_are_contiguous_or_their_holes_are_computed() {
     for shuffle in ["on", "off"] {
@@ -246,13 +247,13 @@ async fn what_can_never_fit_is_refused_with_its_numbers() {
     engine.stop();
 }
 
-/// Spans that begin a prompt.
+/// Returns the number of spans that start a prompt.
 fn joining(step: &StepBatch) -> usize {
     step.spans.iter().filter(|span| span.start == 0 && span.table == SpanTable::Own).count()
 }
 
-/// What requests of `max_tokens` tokens each cost: the steps after the one in which all of them joined. They
-/// come together, while another request's only step stands at the gate.
+/// Returns the steps after the one in which all requests of `max_tokens` tokens joined. They arrive together,
+/// while the only step of another request is at the gate.
 async fn together(shuffle: &'static str, max_tokens: &[u32]) -> Vec<StepBatch> {
     let settings = [("scheduler.shuffle", shuffle.into())];
     let (engine, mut gate) = gated_slots(max_tokens.len() + 1, &settings).await;
@@ -283,7 +284,8 @@ async fn one_pass_over_the_weights_serves_all() {
     assert!(alone.iter().all(|step| step.rows() == 1) && four.iter().all(|step| step.rows() == 4));
 }
 
-/// The two shortest leave holes behind. Each is closed by one move, or computed until an edge passes it.
+/// The two shortest requests leave holes. Each is closed by one move, or computed until the batch shrinks
+/// past it.
 #[actix::test]
 async fn a_step_has_no_row_for_who_is_through() {
     let rows = |steps: &[StepBatch]| steps.iter().map(StepBatch::rows).collect::<Vec<_>>();
@@ -309,7 +311,7 @@ async fn a_client_that_leaves_while_decoding_takes_its_row_along() {
         gate.pass();
         gate.next().await;
     }
-    // Both decode, and their second step stands at the gate.
+    // Both are decoding, and their second step is at the gate.
     drop(leaving);
     gate.pass();
     let next = gate.next().await;
@@ -351,7 +353,7 @@ async fn concurrent_requests_step_alone_and_all_in_every_turn() {
     engine.stop();
 }
 
-/// The window is so long that only full slots end it: two batches of four, however early the second came.
+/// The window is so long that only full slots end it: two batches of four, however early the second arrived.
 #[actix::test]
 async fn who_arrives_while_a_batch_runs_waits_until_it_is_through() {
     let settings = [("scheduler.policy", "window".into()), ("scheduler.window", "1h".into())];

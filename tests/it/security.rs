@@ -1,4 +1,4 @@
-//! Who gets in, over real TCP: keys, web pages, TLS.
+//! Tests of access control over TCP: API keys, CORS, TLS.
 
 use crate::common::{PATIENCE, engine};
 use mainstem::config::{ApiKeys, Config, Overrides, ServerConfig, TlsFiles};
@@ -14,7 +14,7 @@ use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
-/// A server on a thread of its own; it drains when dropped.
+/// A server on its own thread, shut down on drop.
 struct Served {
     address: SocketAddr,
     stops: UnboundedSender<()>,
@@ -48,7 +48,7 @@ impl Served {
         stream
     }
 
-    /// One request with these header lines.
+    /// Sends one request with these header lines.
     fn ask(&self, method: &str, path: &str, headers: &[&str], body: &str) -> Answer {
         let lines: String = headers.iter().map(|line| format!("{line}\r\n")).collect();
         let length = body.len();
@@ -142,7 +142,7 @@ fn who_shows_no_key_gets_health_and_metrics_only() {
     assert!(!line.ends_with(" 0"), "{line}");
 }
 
-/// Without keys a browser would have any page's request computed, though the page could not read the answer.
+/// Without keys, a browser would send requests of any page, although the page could not read the answer.
 #[test]
 fn pages_of_other_sites_may_not_have_anything_computed() {
     let body = r#"{"prompt": [5], "max_tokens": 1}"#;
@@ -192,7 +192,7 @@ fn only_the_pages_of_named_origins_may_read() {
     assert_eq!((preflight.status(), preflight.header("access-control-allow-origin")), (400, None));
     let page = served.get("/v1/models", &[strange, "Authorization: Bearer key"]);
     assert_eq!(page.header("access-control-allow-origin"), None);
-    // What is no preflight needs a key.
+    // A request that is not a preflight needs a key.
     assert_eq!(served.ask("OPTIONS", "/v1/models", &["Origin: https://chat.example"], "").status(), 401);
 }
 
@@ -207,7 +207,7 @@ fn any_page_may_read_where_that_is_wanted_and_none_where_nothing_is() {
     assert!(!answer.head.contains("access-control"), "{}", answer.head);
 }
 
-/// A certificate for localhost, signed by itself, and its key.
+/// A self-signed certificate for localhost, and its key.
 struct Identity {
     folder: PathBuf,
 }
@@ -233,7 +233,7 @@ impl Drop for Identity {
     }
 }
 
-/// A client that trusts `roots`, and knows localhost as `address`.
+/// Returns a client that trusts `roots` and resolves localhost to `address`.
 fn client(roots: &[CertificateDer<'static>], address: SocketAddr) -> ureq::Agent {
     let mut store = rustls::RootCertStore::empty();
     store.add_parsable_certificates(roots.iter().cloned());
@@ -267,7 +267,7 @@ fn tls_is_spoken_with_who_trusts_the_certificate_and_with_nobody_else() {
     let mut plain = served.connect();
     plain.write_all(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n").expect("the request is sent");
     let mut got = Vec::new();
-    // An alert and the end, or the end alone: never an answer, never silence.
+    // The server sends a TLS alert or closes the connection; it neither responds nor hangs.
     let ended = plain.read_to_end(&mut got);
     assert!(!matches!(&ended, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock), "{ended:?}");
     assert!(!String::from_utf8_lossy(&got).contains("HTTP/"), "{got:?}");

@@ -1,5 +1,5 @@
-//! Every way in which a request can end, through HTTP and the real actors: what the client reads last, and
-//! that slot, pages and permit come home. The device does what its script says.
+//! Tests of every way in which a request can end, through HTTP and the real actors: the last event that the
+//! client reads, and the release of slot, pages and permit. The device follows a script.
 
 use crate::common::{all_home, config, engine_with, fixture, within};
 use actix_web::rt::spawn;
@@ -24,24 +24,24 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 const SLOTS: usize = 4;
 
-/// What the device does in a step.
+/// The device's action in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Do {
-    /// Draws this token for everybody.
+    /// Sample this token for every sequence.
     Draw(u32),
     Fail,
     Panic,
-    /// Draws a token for everybody, but not before the test lets it.
+    /// Sample a token for every sequence, after the test releases the step.
     Hold,
-    /// Everybody should be gone by now: it is noted if somebody is not.
+    /// No sequence should be left: a step with one is counted.
     Stray,
 }
 
-/// What is to be done next; after that, the same token for ever.
+/// The next actions; after them, the same token is sampled forever.
 #[derive(Default)]
 struct Script {
     steps: Mutex<VecDeque<Do>>,
-    /// How many held steps the test has let go.
+    /// Number of held steps that the test has released.
     let_go: Mutex<usize>,
     /// Whether a step is held now.
     holds: AtomicBool,
@@ -49,7 +49,7 @@ struct Script {
     changed: Condvar,
 }
 
-/// What is drawn when the script says no more.
+/// The token sampled after the end of the script.
 const FILLER: u32 = 40;
 
 impl Script {
@@ -103,7 +103,7 @@ impl Executor for Scripted {
     }
 }
 
-/// A server before an engine whose device is scripted.
+/// A server with an engine whose device is scripted.
 struct House {
     engine: Engine,
     address: SocketAddr,
@@ -130,7 +130,7 @@ impl House {
         House { engine, address, script, stops, ending }
     }
 
-    /// Asks, and reads to the end. The answer is awaited later.
+    /// Sends a request and returns a future of its complete answer.
     fn ask(&self, body: &Value) -> impl Future<Output = Answer> + use<> {
         let (address, body) = (self.address, body.clone());
         let asked = spawn(block(move || {
@@ -146,7 +146,8 @@ impl House {
         until(|| self.script.holds.load(Ordering::SeqCst)).await;
     }
 
-    /// Lets the held step go, and waits until all is at home. Nobody may have been computed for after it.
+    /// Releases the held step and waits until all resources are released. No sequence may be computed after
+    /// it.
     async fn all_home_at_once(&self) {
         self.script.let_go();
         all_home(&self.engine, SLOTS).await;
@@ -154,7 +155,7 @@ impl House {
         assert_eq!(self.script.strays.load(Ordering::SeqCst), 0, "steps for nobody");
     }
 
-    /// Waits for the server's end, which somebody has asked for.
+    /// Waits for the end of the server after it was stopped.
     async fn ended(self) -> Ending {
         let ending = self.ending.await.expect("the server's task").expect("the server ends well");
         self.engine.stop();
@@ -167,7 +168,7 @@ impl House {
     }
 }
 
-/// Posts a body to the API that it is for.
+/// Posts a body to its API.
 fn connect(address: SocketAddr, body: &Value) -> TcpStream {
     let path = if body["messages"].is_null() { "/v1/completions" } else { "/v1/chat/completions" };
     let mut stream = TcpStream::connect(address).expect("the server accepts");
@@ -180,7 +181,7 @@ fn connect(address: SocketAddr, body: &Value) -> TcpStream {
     stream
 }
 
-/// What a client was told in the end.
+/// The final result seen by a client.
 #[derive(Debug, PartialEq)]
 struct Answer {
     text: String,
@@ -238,13 +239,13 @@ impl Answer {
     }
 }
 
-/// The text of a choice, whichever API it is of.
+/// Returns the text of a choice of either API.
 fn said(choice: &Value) -> &str {
     let places = [&choice["text"], &choice["message"]["content"], &choice["delta"]["content"]];
     places.into_iter().find_map(Value::as_str).unwrap_or_default()
 }
 
-/// Which API is asked, and how it is to answer.
+/// The API, and whether the answer is streamed.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     chat: bool,
@@ -278,7 +279,7 @@ async fn by_tokens_and_lengths_and_texts() {
     let text = |ids: &[u32]| house.engine.tokenizer.decode(ids, true).expect("they are tokens");
     assert!(text(&ids).is_ascii() && text(&ids).len() >= 4, "four tokens with a text: {}", text(&ids));
     let draw = ids.map(Do::Draw);
-    // From amid the second token's text to amid the third's, or as near as their lengths allow.
+    // From the middle of the second token's text to the middle of the third's, as far as their lengths allow.
     let across = text(&ids)[text(&ids[..1]).len()..text(&ids[..3]).len()].to_owned();
     let before = text(&ids[..1]);
     for way in WAYS {
@@ -324,7 +325,7 @@ async fn by_a_fault_before_the_first_token_or_after() {
     assert_eq!(house.close().await, Ending::Drained);
 }
 
-/// Replies that were hung up on, of this process. No other test of it hangs up on replies.
+/// Returns the number of replies whose clients disconnected in this process. No other test causes any.
 fn hung_up() -> u64 {
     let page = telemetry::install(None).render();
     let line =
@@ -332,7 +333,7 @@ fn hung_up() -> u64 {
     line.rsplit(' ').next().expect("a value").parse().expect("a number")
 }
 
-/// Waits until something is so; a turn of the scheduler's at a time, for others have mail to read.
+/// Waits until a condition holds, yielding to other tasks.
 async fn until(is_so: impl Fn() -> bool) {
     let turns = async {
         while !is_so() {
@@ -342,7 +343,7 @@ async fn until(is_so: impl Fn() -> bool) {
     within(turns).await;
 }
 
-/// As many steps as a request of [`LONG`] could take, were nobody to stop it.
+/// Returns a held step, followed by as many steps as an uninterrupted request of [`LONG`] would take.
 fn held_and_then_none() -> Vec<Do> {
     let mut steps = vec![Do::Stray; LONG as usize];
     steps[0] = Do::Hold;
@@ -351,7 +352,7 @@ fn held_and_then_none() -> Vec<Do> {
 
 const LONG: u64 = 60;
 
-/// In slots, or waiting for one because others have them all.
+/// Requests in slots, or queued because all slots are taken.
 #[actix::test]
 async fn by_the_client_who_hangs_up() {
     let house = House::open(crate::common::PATIENCE, |_| {}).await;
@@ -385,7 +386,7 @@ async fn by_the_end_of_the_requests_time() {
     assert_eq!(house.close().await, Ending::Drained);
 }
 
-/// A client that does not read: its body is asked for nothing, and its sequences end in time all the same.
+/// If a client does not read, its body is not polled, but its sequences still end at the deadline.
 #[actix::test]
 async fn by_the_end_of_its_time_though_nobody_reads() {
     let limit = Duration::from_secs(1);
@@ -429,7 +430,7 @@ async fn by_the_end_of_the_servers_patience() {
             let answer = house.ask(&body(way, json!({ "n": SLOTS + 3, "max_tokens": LONG })));
             house.until_held().await;
             house.stops.send(()).expect("the server runs");
-            // With all the time in the world, it takes a second word.
+            // With an unlimited drain time, a second stop request is needed.
             let ending = if patience.is_zero() {
                 Ending::TimedOut
             } else {

@@ -1,6 +1,6 @@
-//! The keys of GGUF files: read from one, or made of another file of the same vocabulary.
+//! Vocabulary keys of GGUF files: read from a file, or built from another file of the same vocabulary.
 //!
-//! Invariant: what a file does not say is left empty.
+//! Invariant: missing values stay empty.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -8,7 +8,7 @@ use mainstem::text::GgufVocabulary;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The vocabulary in a GGUF file.
+/// Reads the vocabulary of a GGUF file.
 pub fn read(content: &[u8]) -> Result<GgufVocabulary, String> {
     let keys = Reader { rest: content }.keys().ok_or("it is no GGUF file, or truncated")?;
     let key = |name: &str| keys.get(&format!("tokenizer.ggml.{name}")).cloned().unwrap_or_default();
@@ -29,7 +29,7 @@ pub fn read(content: &[u8]) -> Result<GgufVocabulary, String> {
     })
 }
 
-/// What a GGUF file would have of a `tokenizer.json` with a unigram model.
+/// Builds the GGUF keys of a `tokenizer.json` with a unigram model.
 pub fn of_unigram(content: &[u8]) -> Result<GgufVocabulary, String> {
     let file: Value = serde_json::from_slice(content).map_err(|error| error.to_string())?;
     let pieces: Vec<(String, f32)> =
@@ -56,7 +56,7 @@ pub fn of_unigram(content: &[u8]) -> Result<GgufVocabulary, String> {
     })
 }
 
-/// The little of the format that these files need.
+/// A minimal GGUF parser.
 struct Reader<'a> {
     rest: &'a [u8],
 }

@@ -1,12 +1,13 @@
-//! Whole vocabularies, which are too large to be here, against recorded answers. Without them nothing can be
-//! checked: that is told and counted, which a test harness would keep to itself: hence a binary without one.
+//! Checks of complete vocabularies, which are too large for the repository, against recorded answers. Missing
+//! files are reported and counted as skipped; a test harness would hide that, so this binary has none.
 //!
-//! `VOCABULARIES` is a folder that has one for each model: `gpt2`, `qwen2`, `roberta-base`, `t5-small`,
+//! `VOCABULARIES` is a directory with a subdirectory for each model: `gpt2`, `qwen2`, `roberta-base`,
+//! `t5-small`,
 //! `bert-base-cased`, `bert-base-uncased` and `mistral` with the tokenizers' files, and `ggml-vocab` with
 //! llama.cpp's test vocabularies, its texts (`.inp`) and their ids (`.out`). With `VOCABULARIES_REQUIRED=1` a
 //! missing file is a failure.
 //!
-//! Invariant: every check is one line, those that are skipped on standard error, and the last line counts them.
+//! Invariant: every check prints one line, skipped ones on standard error, and the last line counts them.
 
 mod gguf;
 
@@ -28,7 +29,7 @@ enum Source<'a> {
 }
 use Source::{File, Settings};
 
-/// llama.cpp's texts with their ids, and what should give them.
+/// llama.cpp's texts with their ids, and the tokenizer under test.
 const PAIRS: [(&str, &str, Files); 6] = [
     ("bert-bge", "GGUF bert", &[]),
     ("gpt-2", "GGUF gpt2", &[]),
@@ -81,7 +82,7 @@ const TWINS: [(&str, Files, Files); 2] = [
 ];
 
 fn main() -> ExitCode {
-    // As a harness would: `cargo test NAME` runs what has NAME in its name.
+    // Like a test harness, `cargo test NAME` selects checks by name.
     let filters: Vec<_> = env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     if !filters.is_empty() && !filters.iter().any(|filter| "vocabularies".contains(filter.as_str())) {
         println!("vocabularies: not run, for none of {filters:?} is in its name");
@@ -104,7 +105,7 @@ fn main() -> ExitCode {
     report.end()
 }
 
-/// Why a check did not pass.
+/// The reason why a check did not pass.
 enum Outcome {
     Missing(String),
     Wrong(String),
@@ -191,7 +192,7 @@ fn unigram(whole: &Path, json: &str) -> Result<(), Outcome> {
     agree(&ours, &library, |one, other| sorted(one) == sorted(other))
 }
 
-/// Two tokenizers, which must agree on all texts and on mixtures of them.
+/// Checks that two tokenizers agree on all texts and on mixtures of them.
 fn agree(one: &Tokenizer, other: &Tokenizer, same: impl Fn(&[u32], &[u32]) -> bool) -> Result<(), Outcome> {
     let texts: Vec<String> = serde_json::from_value(fixture("texts.json")).map_err(wrong)?;
     let joined = texts.windows(3).map(<[String]>::concat);
@@ -205,7 +206,7 @@ fn agree(one: &Tokenizer, other: &Tokenizer, same: impl Fn(&[u32], &[u32]) -> bo
     Ok(())
 }
 
-/// Recorded answers for a folder of these files.
+/// Checks the recorded answers for a directory of these files.
 fn answered(whole: &Path, answers: &Value) -> Result<(), Outcome> {
     let settings = answers["settings"].to_string();
     let (name, source) = (&answers["name"], &answers["source"]);
@@ -224,7 +225,7 @@ fn same(tokenizer: &Tokenizer, text: &str, expected: &[u32]) -> Result<(), Outco
     if found == expected { Ok(()) } else { Err(different()) }
 }
 
-/// The tokenizer of a folder made of these files.
+/// Returns the tokenizer of a directory with these files.
 fn folder(whole: &Path, files: Files) -> Result<Tokenizer, Outcome> {
     let place = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("vocabularies-{}", std::process::id()));
     let made = fs::create_dir_all(&place).map_err(wrong).and_then(|()| {

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, row by row: `python3 dashboard.py > mainstem.json`."""
+"""Generates the Grafana dashboard: `python3 dashboard.py > mainstem.json`."""
 
 import json
 import sys
@@ -9,12 +9,12 @@ CHOSEN = 'model_name=~"$model_name", instance=~"$instance"'
 
 
 def series(metric, labels=""):
-    """The chosen servers' series of a metric."""
+    """Returns the series of a metric of the selected servers."""
     return f"{metric}{{{CHOSEN}{', ' if labels else ''}{labels}}}"
 
 
 def rate(metric, labels="", by=""):
-    """What it grows by in a second, over all chosen servers."""
+    """Returns the rate of a counter per second, summed over the selected servers."""
     return f"sum{f' by ({by})' if by else ''} (rate({series(metric, labels)}[$__rate_interval]))"
 
 
@@ -31,7 +31,7 @@ def mean(histogram):
 
 
 def panel(kind, title, unit, targets, width=8, height=8, describe="", **custom):
-    """A panel of a kind; `targets` are pairs of legend and expression."""
+    """Returns a panel; `targets` are pairs of legend and expression."""
     return {
         "type": kind,
         "title": title,
@@ -75,12 +75,12 @@ ROWS = {
     "Overview": [
         stat("Version", "none", series("mainstem_build_info"), text="name", legend="{{version}}"),
         stat("Running", "none", total("mainstem_num_requests_running"), "Requests in prefill or decode."),
-        stat("Waiting", "none", total("mainstem_num_requests_waiting"), "Requests in the waiting room."),
+        stat("Waiting", "none", total("mainstem_num_requests_waiting"), "Requests in the queue."),
         stat(
             "KV cache",
             "percentunit",
             f"max({series('mainstem_kv_cache_usage_perc')})",
-            "Share of the KV pages that is reserved.",
+            "Fraction of the KV pages that is reserved.",
         ),
         stat("Tokens out", "suffix: tokens/s", rate("mainstem_generation_tokens_total")),
         stat("First token, p99", "s", quantile(0.99, "mainstem_time_to_first_token_seconds")),
@@ -94,7 +94,7 @@ ROWS = {
         quantiles("Between tokens", "s", "mainstem_inter_token_latency_seconds"),
         quantiles("Whole request", "s", "mainstem_e2e_request_latency_seconds"),
         graph(
-            "Where a request's time goes, mean",
+            "Mean request time by stage",
             "s",
             [
                 ("queue", mean("mainstem_request_queue_time_seconds")),
@@ -113,13 +113,13 @@ ROWS = {
             [("in", rate("mainstem_prompt_tokens_total")), ("out", rate("mainstem_generation_tokens_total"))],
         ),
         graph(
-            "Requests by how they ended",
+            "Requests by finish reason",
             "reqps",
             [("{{finished_reason}}", rate("mainstem_request_success_total", by="finished_reason"))],
             stacked=True,
         ),
         graph(
-            "Refusals by reason",
+            "Rejections by reason",
             "reqps",
             [("{{reason}}", rate("mainstem_admission_rejections_total", by="reason"))],
             stacked=True,
@@ -127,13 +127,13 @@ ROWS = {
         quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=12),
         quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=12),
     ],
-    "The loop": [
+    "Decode loop": [
         graph(
             "Slots",
             "none",
             [
                 ("all", total("mainstem_slots")),
-                ("live", total("mainstem_slots_live")),
+                ("in use", total("mainstem_slots_live")),
                 ("in a step, mean", mean("mainstem_step_slots")),
             ],
         ),
@@ -143,7 +143,7 @@ ROWS = {
             [
                 ("running", total("mainstem_num_requests_running")),
                 ("waiting", total("mainstem_num_requests_waiting")),
-                ("room to wait", total("mainstem_waiting_room")),
+                ("queue capacity", total("mainstem_queue_capacity")),
             ],
         ),
         graph(
@@ -158,10 +158,10 @@ ROWS = {
             ],
         ),
         graph(
-            "Share of the wall clock by phase",
+            "Fraction of wall time by phase",
             "percentunit",
             [("{{phase}}", rate("mainstem_step_phase_seconds_sum", by="phase"))],
-            "Forward and sample run on the device; plan and deliver on the control thread, partly meanwhile.",
+            "Forward and sample run on the device; plan and deliver run on the control thread, partly at the same time.",
             stacked=True,
         ),
         quantiles("Step", "s", "mainstem_step_seconds"),
@@ -169,7 +169,7 @@ ROWS = {
             "Rows and tokens of a step, mean",
             "none",
             [("rows", mean("mainstem_step_rows")), ("tokens", mean("mainstem_iteration_tokens"))],
-            "Rows without a token are holes between slots: computed for nothing.",
+            "Rows without a token are holes between slots, whose computation is wasted.",
         ),
         graph("Steps", "ops", [("steps", rate("mainstem_step_seconds_count"))], width=12),
         graph(
@@ -198,12 +198,12 @@ ROWS = {
     ],
     "Errors": [
         graph(
-            "Answers 5xx",
+            "5xx responses",
             "reqps",
             [("{{path}} {{status}}", rate("mainstem_http_requests_total", 'status=~"5.."', "path, status"))],
         ),
         graph(
-            "Requests that did not come to their end",
+            "Requests that did not complete",
             "reqps",
             [
                 (
@@ -214,7 +214,7 @@ ROWS = {
                         "finished_reason",
                     ),
                 ),
-                ("client gone", rate("mainstem_clients_gone_total")),
+                ("client disconnected", rate("mainstem_clients_gone_total")),
             ],
         ),
         graph(
@@ -227,7 +227,7 @@ ROWS = {
 
 
 def placed(rows):
-    """The panels, rows and all, with their ids and places."""
+    """Returns the panels and rows with their ids and positions."""
     panels, y = [], 0
     for title, members in rows.items():
         panels.append(
@@ -256,7 +256,7 @@ def variable(name, label, kind, query, **more):
 
 
 def values(name, label, query):
-    """A variable over a label's values, all of them until some are chosen."""
+    """Returns a variable over a label's values, with all values selected by default."""
     everything = {"text": "All", "value": "$__all"}
     return variable(
         name,

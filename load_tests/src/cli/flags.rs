@@ -1,6 +1,6 @@
-//! Flags of everything that sends a load: the server, what is asked of it, and how.
+//! Command-line flags shared by every command that sends a load: the server, the requests, and their timing.
 //!
-//! Invariant: what comes out can be run; only files and the server can still be at fault.
+//! Invariant: flags that parse describe a valid run; only files and the server can still cause errors.
 
 use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 
@@ -21,35 +21,37 @@ use load_tests::{
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
-/// The server and how it is spoken to.
+/// Flags that select the server and the endpoint.
 #[derive(Args)]
 #[command(next_help_heading = "Server")]
 pub struct TargetFlags {
-    /// The server, up to but without /v1; http or https
+    /// Base URL of the server, without /v1; http or https
     #[arg(long, default_value = "http://127.0.0.1:8080")]
     url: String,
 
-    /// Model to ask for; given several times, requests are spread over them [default: the first the server lists]
+    /// Model to request; if given several times, requests are spread over them [default: the first the server
+    /// lists]
     #[arg(long = "model", value_name = "NAME")]
     models: Vec<String>,
 
-    /// File with an API key on each line; requests are spread over them
+    /// File with one API key per line; requests are spread over the keys
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     api_key_file: Option<PathBuf>,
 
-    /// Endpoint to ask
+    /// Endpoint to send requests to
     #[arg(long, value_enum, default_value_t = EndpointName::Completions)]
     endpoint: EndpointName,
 
-    /// JSON object whose fields go into every body before ours; null leaves one of ours out
+    /// JSON object whose fields override those of every request body; null removes a field
     #[arg(long, value_name = "JSON", value_parser = parse_object)]
     extra_body: Option<Map<String, Value>>,
 
-    /// Certificates in PEM to trust beside the system's
+    /// PEM file of CA certificates to trust in addition to the system's
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     ca: Option<PathBuf>,
 
-    /// The server's Prometheus metrics, read before and after; "none" does not [default: URL/metrics]
+    /// URL of the server's Prometheus metrics, read before and after the run; "none" disables it [default:
+    /// URL/metrics]
     #[arg(long, value_name = "URL")]
     metrics_url: Option<String>,
 }
@@ -85,46 +87,47 @@ impl TargetFlags {
         let text = fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
         let keys: Vec<Secret> = lines.map(|line| Secret(line.to_owned())).collect();
-        ensure!(!keys.is_empty(), "{} has no key in it", file.display());
+        ensure!(!keys.is_empty(), "{} contains no API key", file.display());
         Ok(keys)
     }
 }
 
-/// What is asked for.
+/// Flags that define the requests: prompts, lengths, sampling, and client behavior.
 #[derive(Args)]
 #[command(next_help_heading = "Requests")]
 pub struct LoadFlags {
-    /// Requests in all
+    /// Number of requests
     #[arg(long, alias = "num-prompts", default_value_t = 100, value_name = "COUNT")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     requests: u32,
 
-    /// What prompts are made of: ids (random token ids), words (random English words), or a file: conversations as
-    /// ShareGPT has them, lines of JSON with a prompt each, or plain text, a prompt for each paragraph
+    /// Prompt source: ids (random token ids), words (random English words), or a file: ShareGPT
+    /// conversations, JSON lines with one prompt each, or plain text with one prompt per paragraph
     #[arg(long, alias = "dataset-path", default_value = "ids", value_name = "ids|words|FILE")]
     prompts: String,
 
-    /// A tokenizer.json that counts a file's tokens; without it four characters count as one
+    /// A tokenizer.json used to count the tokens of a prompt file; without it, four characters count as one
+    /// token
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     tokenizer: Option<PathBuf>,
 
-    /// Prompt ids are drawn below this; at most the model's vocabulary
+    /// Exclusive upper bound of random prompt token ids; at most the model's vocabulary size
     #[arg(long, default_value_t = 256, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     vocab: u32,
 
-    /// Tokens (or words) of a prompt: N, LOW-HIGH (uniform), or lognormal:MEDIAN:SIGMA[:MAX]
+    /// Prompt length in tokens (or words): N, LOW-HIGH (uniform), or lognormal:MEDIAN:SIGMA[:MAX]
     #[arg(long, alias = "random-input-len", default_value = "128", value_name = "LENGTH")]
     prompt_tokens: Length,
 
-    /// Tokens asked for, likewise [default: 128; a file's own answers or a trace have theirs]
+    /// Output length in tokens, same syntax [default: 128, or the lengths given by the prompt file or trace]
     #[arg(long, alias = "random-output-len", value_name = "LENGTH")]
     output_tokens: Option<Length>,
 
-    /// Tokens (or words) at the beginning that the prompts of a group share
+    /// Length of the prefix, in tokens (or words), shared by the prompts of a group
     #[arg(long, default_value_t = 0, value_name = "COUNT")]
     shared_prefix: u32,
 
-    /// Groups that share a prefix
+    /// Number of groups of prompts with a shared prefix
     #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     prefix_groups: u32,
 
@@ -132,38 +135,38 @@ pub struct LoadFlags {
     #[arg(long, default_value_t = 0.0, value_parser = parse_temperature)]
     temperature: f32,
 
-    /// Seed of everything that is drawn: arrivals, lengths, prompts, who hangs up, sampling
+    /// Seed of all random choices: arrivals, lengths, prompts, hang-ups, sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
 
-    /// Let answers end where the model ends them, instead of asking for their whole length with ignore_eos
+    /// Let responses end at the end-of-sequence token instead of requesting the full length with ignore_eos
     #[arg(long)]
     allow_eos: bool,
 
-    /// Share of the clients that leave early, 0 to 1
+    /// Fraction of clients that disconnect early, 0 to 1
     #[arg(long, default_value_t = 0.0, value_parser = parse_share, value_name = "SHARE")]
     share_hangup: f64,
 
-    /// Tokens after which those clients leave
+    /// Number of tokens after which those clients disconnect
     #[arg(long, value_name = "TOKENS", default_value_t = 3)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     hangup_after: u32,
 
-    /// Share of the clients that read slowly, 0 to 1
+    /// Fraction of clients that read slowly, 0 to 1
     #[arg(long, default_value_t = 0.0, value_parser = parse_share, value_name = "SHARE")]
     share_slow: f64,
 
-    /// Bytes per second that those clients read
+    /// Read rate of those clients in bytes per second
     #[arg(long, value_name = "BYTES", default_value_t = 2000)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     slow_rate: u32,
 }
 
-/// When and how requests are sent.
+/// Flags that define when and how requests are sent.
 #[derive(Args)]
 #[command(next_help_heading = "Sending")]
 pub struct PaceFlags {
-    /// When requests are due. With R a rate (20/s) or a mean gap (50ms): all, constant:R, poisson:R, gamma:R:SHAPE,
+    /// Arrival process. With R a rate (20/s) or a mean gap (50ms): all, constant:R, poisson:R, gamma:R:SHAPE,
     /// ramp:RATE-RATE:TIME, ramp-exponential:RATE-RATE:TIME; users:N[:THINK] is a closed loop
     #[arg(long, default_value = "all", value_name = "PROCESS")]
     arrivals: Arrivals,
@@ -172,43 +175,44 @@ pub struct PaceFlags {
     #[arg(long, value_name = "RATE", value_parser = parse_positive, conflicts_with_all = ["arrivals", "trace"])]
     request_rate: Option<f64>,
 
-    /// Shape of those gaps: 1 is Poisson, less is burstier
+    /// Shape of the gamma distribution of gaps: 1 is Poisson, smaller values are burstier
     #[arg(long, value_name = "SHAPE", value_parser = parse_positive, requires = "request_rate", default_value_t = 1.0)]
     burstiness: f64,
 
-    /// Replay arrivals and lengths of a trace: CSV (Azure's and BurstGPT's columns are known) or lines of JSON
+    /// Replay the arrivals and lengths of a trace: CSV (Azure and BurstGPT columns are supported) or JSON
+    /// lines
     #[arg(long, value_name = "FILE", conflicts_with = "arrivals", value_hint = ValueHint::FilePath)]
     trace: Option<PathBuf>,
 
-    /// Replay it this many times as fast
+    /// Speed-up factor of the trace replay
     #[arg(long, value_name = "FACTOR", value_parser = parse_positive, requires = "trace", default_value_t = 1.0)]
     trace_speed: f64,
 
-    /// Requests in flight at most; those beyond wait, and their wait counts
+    /// Maximum number of requests in flight; further requests wait, and the wait counts as latency
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     max_concurrency: Option<u32>,
 
-    /// Times a request is sent again where there is no connection, or the answer is 429 or 503
+    /// Maximum retries of a request that cannot connect or is rejected with status 429 or 503
     #[arg(long, default_value_t = 0, value_name = "COUNT")]
     retries: u32,
 
-    /// Whether a connection serves one request or many
+    /// Whether each request opens a new connection or connections are reused
     #[arg(long, value_enum, default_value_t = ConnectionsName::Reused)]
     connections: ConnectionsName,
 
-    /// Threads that send and read
+    /// Number of client threads
     #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
     workers: u32,
 
-    /// Requests sent before the run, which count for nothing
+    /// Warm-up requests sent before the run and not measured
     #[arg(long, alias = "num-warmups", default_value_t = 0, value_name = "COUNT")]
     warmups: u32,
 
-    /// Seconds after which one request has failed
+    /// Timeout of a request in seconds
     #[arg(long, default_value = "300", value_parser = parse_seconds, value_name = "SECONDS")]
     request_timeout: Duration,
 
-    /// Seconds for the whole run: then nothing more is sent, and what is in flight has failed
+    /// Time limit of the run in seconds: no request is sent after it, and requests in flight fail
     #[arg(long, default_value = "600", value_parser = parse_seconds, value_name = "SECONDS")]
     time_limit: Duration,
 }
@@ -219,11 +223,11 @@ enum ConnectionsName {
     Reused,
 }
 
-/// What makes an answer good.
+/// Flags that define the goodput limits.
 #[derive(Args)]
 #[command(next_help_heading = "Measures")]
 pub struct LimitFlags {
-    /// Limits in milliseconds that a good answer keeps to: ttft:MS, tpot:MS, e2el:MS; may be given several times
+    /// Goodput limits in milliseconds: ttft:MS, tpot:MS, e2el:MS; may be given several times
     #[arg(long, value_name = "MEASURE:MS", value_parser = measure::parse_limit, num_args = 1..)]
     goodput: Vec<(String, f64)>,
 }
@@ -234,7 +238,7 @@ impl LimitFlags {
     }
 }
 
-/// All flags of a load.
+/// All flags that define a run.
 #[derive(Args)]
 pub struct SettingsFlags {
     #[command(flatten)]
@@ -246,7 +250,7 @@ pub struct SettingsFlags {
 }
 
 impl SettingsFlags {
-    /// The settings, files read. `label` is what reports call the run.
+    /// Builds the run settings, reading all files. `label` names the run in reports.
     pub fn settings(&self, label: Option<String>) -> anyhow::Result<Settings> {
         let target = self.target.target()?;
         let (arrivals, trace) = self.pace.arrivals()?;
@@ -278,11 +282,11 @@ impl SettingsFlags {
     }
 }
 
-/// A trace's requests.
+/// The requests of a trace.
 type Entries = Arc<[trace::Entry]>;
 
 impl PaceFlags {
-    /// The process, and the trace it comes from.
+    /// Returns the arrival process, and the trace that defines it if there is one.
     fn arrivals(&self) -> anyhow::Result<(Arrivals, Option<Entries>)> {
         if let Some(file) = &self.trace {
             let entries = trace::read(file, self.trace_speed)?;
@@ -305,7 +309,7 @@ impl LoadFlags {
             requests: self.requests as usize,
             prompts,
             prompt: self.prompt_tokens,
-            // Its default must not go before what a file or a trace says.
+            // No default here: it must not override the lengths given by a file or a trace.
             output: self.output_tokens,
             trace: None,
             shared_prefix: self.shared_prefix,
@@ -328,7 +332,7 @@ impl LoadFlags {
             "words" => Ok(Prompts::Words),
             file => {
                 let tokenizer = self.tokenizer.as_ref().map(|file| {
-                    // The library's errors are no std errors.
+                    // Errors of the tokenizers crate do not implement `std::error::Error`.
                     Tokenizer::from_file(file).map_err(|e| anyhow::anyhow!("reading {}: {e}", file.display()))
                 });
                 let texts = dataset::read(file.as_ref(), tokenizer.transpose()?.as_ref())?;
@@ -344,7 +348,7 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
 
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "expected a number of seconds")?;
-    // What a delivery can tell.
+    // The longest time that a `Delivery` can store.
     if !(0.001..=200_000.0).contains(&seconds) {
         return Err("expected between 0.001 and 200000 seconds".into());
     }
@@ -401,7 +405,7 @@ mod tests {
             ["--prompts", "/nowhere/texts.json"],
             ["--trace", "/nowhere/trace.csv"],
             ["--api-key-file", "/nowhere/keys"],
-            // Ids cannot be said in a chat.
+            // A chat message cannot carry token ids.
             ["--endpoint", "chat"],
         ] {
             assert!(settings(&nonsense).is_err(), "{nonsense:?}");

@@ -1,4 +1,4 @@
-//! The commands.
+//! The command line: parses the arguments, runs the selected command and returns the exit code.
 
 mod flags;
 
@@ -19,9 +19,10 @@ use load_tests::run::Progress;
 
 /// Drives an OpenAI-compatible server with a planned load of streaming requests, and reports latency and throughput.
 ///
-/// A load is planned before it is sent: when each request is due, what it asks, who hangs up. In an open loop (every
-/// arrival process but `users`) a request is sent when it is due, however the server fares, and its latency counts
-/// from then; how late the generator itself was is reported beside it.
+/// The load is planned before it is sent: when each request is due, its content, and which clients hang up.
+/// In an open loop (every arrival process except `users`) a request is sent when it is due, however slow the
+/// server is, and its latency counts from its due time; the delay caused by the generator itself is reported
+/// separately.
 #[derive(Parser)]
 #[command(name = "load_tests", version, after_help = EXAMPLES)]
 struct Cli {
@@ -31,15 +32,15 @@ struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  load_tests run --arrivals poisson:20/s --requests 200        two hundred requests, twenty a second on the mean
-  load_tests run --arrivals users:16 --output-tokens 32-256    sixteen users who wait for their answers
+  load_tests run --arrivals poisson:20/s --requests 200        200 requests, 20 per second on average
+  load_tests run --arrivals users:16 --output-tokens 32-256    16 users in a closed loop
   load_tests run --prompts ShareGPT.json --endpoint chat --html report.html --goodput ttft:500 --goodput tpot:50
   load_tests sweep --rates 1..64x2 --html sweep.html           rising rates until the server is saturated
   load_tests scenario load_tests/scenarios/flover-interval.toml --html flover.html
   load_tests report ours.json theirs.json --html both.html     saved runs side by side
 
-Exit codes: 0 no request failed, 1 one did, 2 there was no run, 130 interrupted (what was measured is reported).
-Of a sweep and of scenarios failures are part of what is reported, and the code is 0.";
+Exit codes: 0 no request failed, 1 a request failed, 2 no run took place, 130 interrupted (partial results are reported).
+Sweeps and scenarios report failed requests as results and exit with 0.";
 
 #[derive(Subcommand)]
 enum Command {
@@ -49,12 +50,12 @@ enum Command {
     Report(report::ReportArgs),
 }
 
-/// How a command that could do its work ended.
+/// The outcome of a command that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
-    /// No request failed.
+    /// The command succeeded: no request failed.
     Well,
-    /// A request failed.
+    /// At least one request failed.
     WithFailures,
     Interrupted,
 }
@@ -69,7 +70,7 @@ impl Ending {
     }
 }
 
-/// Carries out what the arguments say.
+/// Runs the command given on the command line and returns the exit code.
 pub fn run() -> ExitCode {
     let progress = Arc::new(Progress::default());
     stop_on_interrupt(Arc::clone(&progress));
@@ -92,7 +93,8 @@ pub fn run() -> ExitCode {
 
 const INTERRUPTED: u8 = 130;
 
-/// The first Ctrl-C (or SIGTERM) ends the run early, the second the program.
+/// Installs the signal handler: the first Ctrl-C (or SIGTERM) ends the run early, the second ends the
+/// program.
 fn stop_on_interrupt(progress: Arc<Progress>) {
     let listen = move || -> std::io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
@@ -111,7 +113,7 @@ fn stop_on_interrupt(progress: Arc<Progress>) {
             }
         })
     };
-    // Without it Ctrl-C ends the program at once, as it does everywhere.
+    // If the thread fails, Ctrl-C keeps its default behavior and ends the program at once.
     std::thread::spawn(listen);
 }
 
@@ -130,7 +132,7 @@ mod tests {
         let examples = EXAMPLES.lines().filter_map(|line| line.strip_prefix("  load_tests "));
         let mut count = 0;
         for example in examples {
-            // What it does stands behind three spaces.
+            // The description follows after three spaces.
             let words = example.split("   ").next().unwrap().split_whitespace();
             let parsed = Cli::try_parse_from(std::iter::once("load_tests").chain(words));
             assert!(parsed.is_ok(), "{example}: {}", parsed.err().unwrap());

@@ -1,6 +1,6 @@
-//! The files a run's figures go to.
+//! The files that the results of a run are written to.
 //!
-//! Invariant: no run begins whose report could not be written: every file is opened before.
+//! Invariant: every output file is opened before the run starts, so that no result is lost to a bad path.
 
 use std::{
     fs::File,
@@ -19,44 +19,44 @@ use load_tests::{
     run::Record,
 };
 
-/// Where one run's figures go.
+/// Flags that select the output files of one run.
 #[derive(Args)]
 #[command(next_help_heading = "Output")]
 pub struct OutputFlags {
-    /// What reports call the run [default: the arrival process]
+    /// Name of the run in reports [default: the arrival process]
     #[arg(long, value_name = "TEXT")]
     pub label: Option<String>,
 
-    /// Write the figures to this file, with the names of `vllm bench serve`
+    /// Write the results as JSON to this file, with the field names of `vllm bench serve`
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     json: Option<PathBuf>,
 
-    /// Put one entry per request into that file too
+    /// Add one entry per request to the JSON file
     #[arg(long, requires = "json")]
     detailed: bool,
 
-    /// Write a line per request to this file
+    /// Write one line per request to this CSV file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     csv: Option<PathBuf>,
 
-    /// Write a line per token, or rather per event that brought some, to this file
+    /// Write one line per received event with tokens to this CSV file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     csv_tokens: Option<PathBuf>,
 
-    /// Write the cumulative progress to this file: milliseconds, share of all tokens
+    /// Write the cumulative progress to this CSV file: milliseconds, fraction of all tokens
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     csv_progress: Option<PathBuf>,
 
-    /// Write how long each completed request took to this file, in the order in which they ended
+    /// Write the duration of each completed request to this CSV file, in order of completion
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     csv_elapsed: Option<PathBuf>,
 
-    /// Write a page with plots to this file
+    /// Write an HTML report with plots to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
 }
 
-/// The opened files.
+/// The opened output files of one run.
 pub struct Outputs {
     json: Option<Output>,
     detailed: bool,
@@ -68,7 +68,7 @@ pub struct Outputs {
 }
 
 impl OutputFlags {
-    /// Opens every file.
+    /// Opens all selected output files.
     pub fn open(&self) -> anyhow::Result<Outputs> {
         let open = |path: &Option<PathBuf>| path.as_deref().map(Output::open).transpose();
         Ok(Outputs {
@@ -84,8 +84,8 @@ impl OutputFlags {
 }
 
 impl Outputs {
-    /// Writes a run to all of them. What goes wrong with one keeps no other from being written; the first such error
-    /// is returned.
+    /// Writes the results of a run to all files. An error on one file does not prevent writing the others;
+    /// the first error is returned.
     pub fn write(self, report: &RunReport, record: &Record) -> anyhow::Result<()> {
         let write = |file: Option<Output>,
                      content: &dyn Fn(&mut BufWriter<&mut File>) -> anyhow::Result<()>| {
@@ -105,28 +105,29 @@ impl Outputs {
     }
 }
 
-/// A file that is open, and its name for errors.
+/// An open output file, with its path for error messages.
 pub struct Output {
     path: PathBuf,
     file: File,
 }
 
 impl Output {
+    /// Opens or creates the file at `path`, keeping its content.
     pub fn open(path: &Path) -> anyhow::Result<Output> {
-        // What is there goes only when there is something to take its place.
+        // The content is truncated only when there is something to replace it.
         let file = File::options().write(true).create(true).truncate(false).open(path);
         let file = file.with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Output { path: path.to_owned(), file })
     }
 
-    /// Replaces the file's content.
+    /// Replaces the content of the file with what `content` writes.
     pub fn write(
         mut self,
         content: impl FnOnce(&mut BufWriter<&mut File>) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let path = self.path;
         let write = || -> anyhow::Result<()> {
-            // A pipe or a device has no length.
+            // A pipe or a device cannot be truncated.
             if self.file.metadata()?.is_file() {
                 self.file.set_len(0)?;
             }

@@ -1,4 +1,4 @@
-//! `load_tests report`: saved runs on one page.
+//! `load_tests report`: renders saved runs as one HTML report.
 
 use std::{fs, path::PathBuf};
 
@@ -12,18 +12,18 @@ use load_tests::report::{
 
 use super::{Ending, outputs::Output};
 
-/// Put saved runs side by side on one page
+/// Compare saved runs in one HTML report
 #[derive(Args)]
 pub struct ReportArgs {
-    /// What `run --json` has written
+    /// JSON files written by `run --json`
     #[arg(required = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     files: Vec<PathBuf>,
 
-    /// The page
+    /// Write the HTML report to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     html: PathBuf,
 
-    /// Its title
+    /// Title of the report
     #[arg(long, default_value = "Load tests")]
     title: String,
 }

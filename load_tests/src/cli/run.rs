@@ -1,4 +1,4 @@
-//! `load_tests run`: one load, once.
+//! `load_tests run`: sends one load and reports the results.
 
 use std::{io::Write, sync::Arc};
 
@@ -15,7 +15,7 @@ use super::{
     outputs::OutputFlags,
 };
 
-/// Send one load, and report it
+/// Send one load and report the results
 #[derive(Args)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -34,7 +34,7 @@ pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
     drop(live);
     let report = measure::report(&settings, &record, &args.limits.limits());
     let written = outputs.write(&report, &record);
-    // A reader that has gone is no failure.
+    // A closed stdout is not an error.
     let _ = write!(std::io::stdout(), "{}", table::table(&report));
     written?;
     Ok(Ending::of(report.counts.failed, progress))

@@ -1,4 +1,5 @@
-//! `load_tests scenario`: the papers' protocols, a server for each variant, one report of all.
+//! `load_tests scenario`: runs experiments defined in files, with a server per variant, and writes one
+//! report.
 
 use std::{
     path::{Path, PathBuf},
@@ -20,62 +21,62 @@ use super::{
     outputs::Output,
 };
 
-/// Run experiments that files describe, each variant against a server started for it, and report them on one page
+/// Run the experiments defined in scenario files, each variant on its own server, and write one HTML report
 #[derive(Args)]
 pub struct ScenarioArgs {
-    /// Scenario files; load_tests/scenarios has those of Flover's paper
+    /// Scenario files; load_tests/scenarios contains those of the Flover paper
     #[arg(required = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     files: Vec<PathBuf>,
 
-    /// The page
+    /// Write the HTML report to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     html: PathBuf,
 
-    /// Its title
+    /// Title of the report
     #[arg(long, default_value = "Load tests")]
     title: String,
 
-    /// The mainstem program [default: the one beside this program]
+    /// The mainstem executable [default: the one in the directory of this program]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::ExecutablePath)]
     server: Option<PathBuf>,
 
-    /// A server that runs already, in the place of the one variant that is left
+    /// URL of a running server to use instead of starting one; requires a single variant
     #[arg(long, value_name = "URL")]
     url: Option<String>,
 
-    /// Model to serve in the place of the files' own
+    /// Model to serve, overriding the model in the scenario files
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
 
-    /// Answers are this many times as long as the files say
+    /// Factor applied to the response lengths of the scenario files
     #[arg(long, value_name = "FACTOR", value_parser = parse_positive)]
     token_scale: Option<f64>,
 
-    /// Slots of the server
+    /// Number of slots of the server
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     slots: Option<u32>,
 
-    /// A further argument of `mainstem serve`; may be given several times
+    /// Extra argument of `mainstem serve`; may be given several times
     #[arg(long = "server-arg", value_name = "ARGUMENT", allow_hyphen_values = true)]
     server_args: Vec<String>,
 
-    /// Variants to run, by name, with commas between them [default: all]
+    /// Names of the variants to run, comma-separated [default: all]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     variants: Vec<String>,
 
-    /// Runs of each variant at each row; the median counts
+    /// Number of runs per variant and row; the median is reported
     #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
     repeats: u32,
 
-    /// Seconds that a server may take to load its model
+    /// Time limit in seconds for a server to load its model
     #[arg(long, default_value = "600", value_name = "SECONDS", value_parser = parse_seconds)]
     start_timeout: Duration,
 
-    /// Seconds that one run may take
+    /// Time limit of one run in seconds
     #[arg(long, default_value = "3600", value_name = "SECONDS", value_parser = parse_seconds)]
     time_limit: Duration,
 
-    /// Threads that send and read
+    /// Number of client threads
     #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
     workers: u32,
 }
@@ -109,8 +110,8 @@ impl ScenarioArgs {
     }
 }
 
-/// The mainstem program that was built into the same folder.
+/// Returns the path of the `mainstem` executable in the directory of this program.
 fn beside() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("cannot find this program's own folder")?;
+    let own = std::env::current_exe().context("cannot find the directory of this program")?;
     Ok(own.with_file_name("mainstem"))
 }

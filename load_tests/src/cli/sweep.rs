@@ -1,4 +1,4 @@
-//! `load_tests sweep`: one load at rising rates or numbers of users.
+//! `load_tests sweep`: sends one load at increasing rates or numbers of users.
 
 use std::{io::Write, path::PathBuf, sync::Arc};
 
@@ -16,27 +16,27 @@ use super::{
     outputs::Output,
 };
 
-/// Send a load at rising rates, or with more and more users, until the server is saturated; the knee is named
+/// Increase the rate or the number of users until the server is saturated, and report the knee
 #[derive(Args)]
 #[command(group = ArgGroup::new("ladder").required(true))]
 pub struct SweepArgs {
-    /// Requests per second: values and ranges with commas between them, as 1,2,5, 1..64x2 or 10..100+10
+    /// Requests per second: comma-separated values and ranges, such as 1,2,5 or 1..64x2 or 10..100+10
     #[arg(long, group = "ladder", value_name = "LADDER", value_parser = Ladder::rates)]
     rates: Option<Ladder>,
 
-    /// Users of a closed loop, likewise
+    /// Numbers of users of a closed loop, same syntax
     #[arg(long, group = "ladder", value_name = "LADDER", value_parser = Ladder::users)]
     users: Option<Ladder>,
 
-    /// Requests of each step, or a time for which they go on coming: 200, 30s, 2m
+    /// Size of each step as a number of requests or a duration: 200, 30s, 2m
     #[arg(long, default_value = "30s", value_name = "SIZE")]
     step: StepSize,
 
-    /// Steps to go on for once one was saturated, that one included
+    /// Number of saturated steps to run before stopping
     #[arg(long, default_value_t = 1, value_name = "STEPS")]
     beyond: usize,
 
-    /// Steps between the knee and the first saturated one, each halving what lies between
+    /// Number of bisection steps between the knee and the first saturated step
     #[arg(long, default_value_t = 0, value_name = "STEPS")]
     refine: usize,
 
@@ -51,15 +51,15 @@ pub struct SweepArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Output")]
 struct OutputFlags {
-    /// What the report calls the sweep
+    /// Name of the sweep in the report
     #[arg(long, default_value = "Sweep", value_name = "TEXT")]
     label: String,
 
-    /// Write every step's figures to this file, as a list of what `run --json` writes
+    /// Write the results of all steps to this file, as a JSON array of the objects that `run --json` writes
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     json: Option<PathBuf>,
 
-    /// Write a page with plots to this file
+    /// Write an HTML report with plots to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     html: Option<PathBuf>,
 }
@@ -81,7 +81,7 @@ pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending>
     let mut live = Some(watched());
     say(HEAD);
     let sweep = sweep::sweep(&settings, &climb, progress, &mut |step| {
-        // A line and the live display would spoil each other.
+        // The live display must be off while a line is printed.
         live = None;
         say(&line(unit, step));
         live = Some(watched());
@@ -98,11 +98,11 @@ pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending>
         let page = html::page(&args.outputs.label, &sweep::sections(&sweep, &args.outputs.label));
         file.write(|out| Ok(out.write_all(page.as_bytes())?))?;
     }
-    // Failures are what a sweep looks for: the verdict, not an error.
+    // Failed requests are a result of a sweep, not an error.
     Ok(Ending::of(0, progress))
 }
 
-/// A line for the terminal; a reader that has gone is no failure.
+/// Prints a line to stdout; a closed stdout is not an error.
 fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
@@ -110,7 +110,7 @@ fn say(line: &str) {
 const HEAD: &str =
     "        load  requests/s  output tok/s  TTFT p50 ms  TTFT p99 ms  ITL p50 ms  e2e p99 ms  failed";
 
-/// One step, under [`HEAD`].
+/// Formats one step as a line under [`TABLE_HEADER`].
 fn line(unit: Unit, step: &Step) -> String {
     let run = &step.run;
     let latency = |of: &Option<Distribution>, value: fn(&Stats) -> f64| match of {

@@ -1,46 +1,51 @@
-//! What comes of an answer: its tokens and when they came, its end, and every way in which it is none.
+//! The state of a streamed response: its tokens and their arrival times, its end, and the errors it can
+//! contain.
 //!
-//! Invariant: what came before a failure counts, however the bytes were cut.
+//! Invariant: tokens received before a failure are counted, however the bytes were split into chunks.
 
 use std::time::Duration;
 
 use super::{event::Event, sse::SseDecoder};
 use crate::sample::{Delivery, Failure, FailureKind, Outcome};
 
-/// What the client does after a piece of the answer.
+/// What the client does after a chunk of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
+    /// Read on.
     Read,
+    /// Close the connection: the client hangs up as planned.
     Leave,
 }
 
-/// What has come of an answer so far.
+/// The part of a streamed response that was received so far.
 #[derive(Debug, Default)]
 pub struct Answer {
     decoder: SseDecoder,
     hang_up_after: Option<u32>,
+    /// Tokens received, one entry per event.
     pub deliveries: Vec<Delivery>,
-    /// Tokens in `deliveries`.
+    /// Number of tokens in `deliveries`.
     pub delivered: u32,
-    /// The server sends token ids, so that `delivered` is exact.
+    /// Whether the server sends token ids, which makes `delivered` exact.
     by_id: bool,
-    /// Tokens of the answer by the server's own count.
+    /// Number of output tokens as reported by the server.
     usage: Option<u32>,
-    /// Tokens of the prompt by the server's count.
+    /// Number of prompt tokens as reported by the server.
     pub prompt_len: Option<u32>,
-    /// The end mark has come.
+    /// Whether `[DONE]` was received.
     pub done: bool,
 }
 
 impl Answer {
-    /// An answer to a client that leaves when it has so many tokens, or stays.
+    /// Creates the response of a client that hangs up after `hang_up_after` tokens, if given.
     pub fn new(hang_up_after: Option<u32>) -> Self {
         Self { hang_up_after, ..Self::default() }
     }
 
-    /// Takes a piece of the body that came at `now`.
+    /// Processes a chunk of the body received at `now`. Fails when the chunk contains a malformed event or an
+    /// error.
     pub fn take(&mut self, mut piece: &[u8], now: Duration) -> Result<Next, Failure> {
-        // Out of `self` while events borrow from it.
+        // Moved out of `self` because events borrow from the decoder.
         let mut decoder = std::mem::take(&mut self.decoder);
         while let Some(data) = decoder.next(&mut piece).map_err(|error| FailureKind::BadSse.saying(error))? {
             self.take_event(data, now)?;
@@ -54,12 +59,12 @@ impl Answer {
 
     fn take_event(&mut self, data: &str, now: Duration) -> Result<(), Failure> {
         let bad = |what: &dyn std::fmt::Display| FailureKind::BadSse.saying(format_args!("{what}: {data}"));
-        // How some servers keep a connection alive.
+        // Some servers send empty events to keep the connection alive.
         if data.is_empty() {
             return Ok(());
         }
         if self.done {
-            return Err(bad(&"an event after [DONE]"));
+            return Err(bad(&"event after [DONE]"));
         }
         if data == "[DONE]" {
             self.done = true;
@@ -70,7 +75,7 @@ impl Answer {
             return Err(FailureKind::ErrorEvent.saying(error));
         }
         if event.choices.is_none() && event.usage.is_none() {
-            return Err(bad(&"an event with neither choices nor usage"));
+            return Err(bad(&"event with neither choices nor usage"));
         }
         self.count(&event, now);
         Ok(())
@@ -89,7 +94,8 @@ impl Answer {
         }
     }
 
-    /// Tokens of the answer: by ids where the server sends them, else by its usage, else one per event with text.
+    /// Returns the number of output tokens: by token ids if the server sends them, else from its usage, else
+    /// one per event with text.
     pub fn output_len(&self) -> u32 {
         match self.usage {
             Some(usage) if !self.by_id => usage,
@@ -97,14 +103,15 @@ impl Answer {
         }
     }
 
-    /// The body is over, its framing whole.
+    /// Returns the outcome once the body has ended with complete framing. Fails when `[DONE]` or every token
+    /// is missing.
     pub fn end(&self) -> Result<Outcome, Failure> {
         if !self.done {
             self.decoder.end().map_err(|error| FailureKind::BadSse.saying(error))?;
             return Err(FailureKind::EarlyClose.saying("the stream ended without [DONE]"));
         }
         if self.delivered == 0 {
-            return Err(FailureKind::NoTokens.saying("[DONE] came first"));
+            return Err(FailureKind::NoTokens.saying("[DONE] without any token"));
         }
         Ok(Outcome::Completed)
     }

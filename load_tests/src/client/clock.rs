@@ -1,15 +1,15 @@
-//! The run's time: when it began, when a request is given up, when the run is over.
+//! The clock of a run: its start, the deadline of a request, and the end of the run.
 //!
-//! Invariant: every time of a run is a duration from one start, on one monotonic clock.
+//! Invariant: every time of a run is a duration since the same start, on one monotonic clock.
 
 use std::time::{Duration, Instant};
 
 use crate::sample::{Failure, FailureKind};
 
-/// What no run lasts: a time beyond it is taken for it, so that sums with an instant stay within bounds.
+/// Upper bound of times added to an instant, so that the sum cannot overflow.
 const FAR: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// When a run began and how long its requests may take.
+/// The clock of a run, with the timeouts of the run and its requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     start: Instant,
@@ -17,7 +17,7 @@ pub struct Clock {
     run_limit: Duration,
 }
 
-/// When a request is given up, and as what.
+/// The time at which a request is aborted, and the kind of failure it is reported as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadline {
     pub at: Duration,
@@ -25,37 +25,37 @@ pub struct Deadline {
 }
 
 impl Clock {
-    /// Starts now.
+    /// Creates a clock that starts now.
     pub fn start(request_timeout: Duration, run_limit: Duration) -> Self {
         Self { start: Instant::now(), request_timeout, run_limit }
     }
 
-    /// Time since the start.
+    /// Returns the time since the start.
     pub fn now(&self) -> Duration {
         self.time(Instant::now())
     }
 
-    /// The time of the run at `instant`; zero before the start.
+    /// Converts an instant to a time of the run; zero before the start.
     pub fn time(&self, instant: Instant) -> Duration {
         instant.saturating_duration_since(self.start)
     }
 
-    /// The instant of a time of the run.
+    /// Converts a time of the run to an instant.
     pub fn at(&self, time: Duration) -> Instant {
         self.start + time.min(FAR)
     }
 
-    /// When the run's time is over.
+    /// Returns the instant of the run's time limit.
     pub fn limit(&self) -> Instant {
         self.at(self.run_limit)
     }
 
-    /// Whether the run's time is over at `time`.
+    /// Returns whether the run's time limit is reached at `time`.
     pub fn is_over(&self, time: Duration) -> bool {
         time >= self.run_limit
     }
 
-    /// When a request sent at `sent` is given up.
+    /// Returns the deadline of a request sent at `sent`.
     pub fn deadline(&self, sent: Duration) -> Deadline {
         let own = sent.saturating_add(self.request_timeout);
         if own <= self.run_limit {
@@ -65,13 +65,13 @@ impl Clock {
         }
     }
 
-    /// The failure of a request that met its deadline.
+    /// Returns the failure of a request that reached its deadline.
     pub fn given_up(&self, deadline: Deadline) -> Failure {
         match deadline.kind {
             FailureKind::TimeLimit => {
                 deadline.kind.saying(format_args!("the run ended at {:?}", self.run_limit))
             }
-            kind => kind.saying(format_args!("no end after {:?}", self.request_timeout)),
+            kind => kind.saying(format_args!("incomplete after {:?}", self.request_timeout)),
         }
     }
 }

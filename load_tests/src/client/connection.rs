@@ -1,7 +1,8 @@
-//! One connection with HTTP on it, driven by whoever waits for its answer.
+//! An HTTP/1.1 connection driven by the task that awaits its response.
 //!
-//! No task of its own stands between the socket and the reader: what is read is seen in the same breath.
-//! Invariant: while nobody awaits anything here, nothing is read, so the server feels a reader that is slow.
+//! There is no background task between the socket and the reader, so received data is processed without
+//! delay.
+//! Invariant: nothing is read while no caller awaits a method, so that a slow reader causes TCP backpressure.
 
 use std::{
     future::poll_fn,
@@ -29,33 +30,33 @@ use super::{
 };
 use crate::sample::{Failure, FailureKind};
 
-/// What requests carry.
+/// The body type of requests.
 pub type Post = Full<Bytes>;
 
-/// Bytes that are read at once, and the most a head may have.
+/// Size of the read buffer in bytes, and maximum size of a response head.
 const BUFFER_BYTES_MAX: usize = 1 << 16;
 
 type Http = http1::Connection<TokioIo<Wire>, Post>;
 
-/// A connection to a server; dropping it closes it.
+/// A connection to a server, closed on drop.
 pub struct Connection {
     sender: http1::SendRequest<Post>,
     driver: Driver,
-    /// What had come before the request in progress.
+    /// Bytes received before the current request was sent.
     received_before: u64,
 }
 
-/// The half that reads and writes.
+/// The half of the connection that performs the I/O.
 struct Driver {
-    /// `None` once it is over.
+    /// `None` once the connection is closed.
     http: Option<Http>,
     tap: Rc<Tap>,
-    /// What the two halves wake each other by: both are polled here, so that none needs another turn of the task.
+    /// Set when one half wakes the other: both are polled in one loop, without rescheduling the task.
     again: Arc<Again>,
     waker: Waker,
 }
 
-/// Whether one half has something for the other.
+/// A waker that only records that it was woken, so that the poll loop runs once more.
 #[derive(Default)]
 struct Again(AtomicBool);
 
@@ -75,13 +76,14 @@ impl Driver {
         Self { http: Some(http), tap, waker: Waker::from(Arc::clone(&again)), again }
     }
 
-    /// Moves bytes until `poll` has what it waits for.
+    /// Drives the I/O until `poll` is ready.
     async fn drive<T>(&mut self, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
         let Self { http, tap, again, waker } = self;
         let inner = &mut Context::from_waker(waker);
         poll_fn(|cx| {
             tap.wake(cx.waker());
-            // What was read before comes out before more is read, so that the time of the last read is its own.
+            // Buffered data is consumed before more is read, so that the read time belongs to the data
+            // returned.
             let mut ready = poll(inner);
             while ready.is_pending() {
                 again.0.store(false, Relaxed);
@@ -101,13 +103,13 @@ fn poll_http(http: &mut Option<Http>, cx: &mut Context<'_>) {
     if let Some(connection) = http
         && Pin::new(connection).poll(cx).is_ready()
     {
-        // Its error, if any, has gone to whoever waits for the answer.
+        // The error, if any, is reported to the caller that awaits the response.
         *http = None;
     }
 }
 
 impl Connection {
-    /// A new one, that reads no faster than `read_rate` bytes per second.
+    /// Opens a connection that reads at most `read_rate` bytes per second, if given.
     pub async fn open(server: &Server, read_rate: Option<u32>) -> Result<Self, Failure> {
         let wire = server.connect(read_rate).await?;
         let tap = wire.tap();
@@ -119,32 +121,34 @@ impl Connection {
         Ok(Self { sender, driver: Driver::new(http, tap), received_before: 0 })
     }
 
-    /// Sends `request` and waits for the head of its answer.
+    /// Sends `request` and waits for the head of the response.
     pub async fn request(&mut self, request: Request<Post>) -> hyper::Result<Response<Incoming>> {
         self.received_before = self.driver.tap.received();
         let mut answer = pin!(self.sender.send_request(request));
         self.driver.drive(|cx| answer.as_mut().poll(cx)).await
     }
 
-    /// Whether anything has come since the request.
+    /// Returns whether any byte was received since the last request was sent.
     pub fn has_received(&self) -> bool {
         self.driver.tap.received() > self.received_before
     }
 
-    /// The next piece of a body, and when it was read from the socket; `None` at its end.
+    /// Returns the next chunk of a body and the time it was read from the socket, or `None` at the end of the
+    /// body.
     pub async fn piece(&mut self, body: &mut Incoming) -> Option<hyper::Result<(Bytes, Instant)>> {
         loop {
             let frame = self.driver.drive(|cx| Pin::new(&mut *body).poll_frame(cx)).await?;
             match frame.map(|frame| frame.into_data()) {
                 Ok(Ok(data)) => return Some(Ok((data, self.driver.tap.read_at()))),
-                // Trailers mean nothing to this client.
+                // Trailers are ignored.
                 Ok(Err(_)) => {}
                 Err(error) => return Some(Err(error)),
             }
         }
     }
 
-    /// At most the first `bytes_max` bytes of a body. `Err` tells what came before it broke off.
+    /// Reads a body of fewer than `bytes_max` bytes as text. Returns `Err` with the text received when the
+    /// body is longer or the connection breaks.
     pub async fn text(&mut self, mut body: Incoming, bytes_max: usize) -> Result<String, String> {
         let mut bytes = Vec::new();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -160,28 +164,29 @@ impl Connection {
         Err(text(&bytes))
     }
 
-    /// Whether it is open and its last answer is over, so that it can take a request.
+    /// Returns whether the connection is open and its last response is complete, so that it can send a
+    /// request.
     pub fn is_idle(&mut self) -> bool {
         let Driver { http, tap, waker, .. } = &mut self.driver;
-        // Nobody waits for it until it is used again.
+        // No task needs to be woken until the connection is used again.
         tap.wake(Waker::noop());
         poll_http(http, &mut Context::from_waker(waker));
         self.driver.http.is_some() && self.sender.is_ready()
     }
 }
 
-/// The failure of a request whose answer has not begun.
+/// Returns the failure of a request that received no response head.
 pub fn no_head(error: &hyper::Error) -> Failure {
     let kind = if error.is_parse() { FailureKind::BadHttp } else { FailureKind::EarlyClose };
     kind.saying(with_cause(error))
 }
 
-/// The failure of an answer whose body broke off.
+/// Returns the failure of a response whose body was cut off.
 pub fn no_end(error: &hyper::Error) -> Failure {
     FailureKind::EarlyClose.saying(with_cause(error))
 }
 
-/// The error and what caused it.
+/// Formats an error together with its cause.
 fn with_cause(error: &hyper::Error) -> String {
     match std::error::Error::source(error) {
         Some(cause) => format!("{error}: {cause}"),

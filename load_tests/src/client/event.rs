@@ -1,7 +1,7 @@
-//! The events of a stream, as far as a count of tokens needs them.
+//! Deserialization of stream events, limited to what is needed to count tokens.
 //!
-//! Several hundred thousand come each second, so nothing of an event is copied but what is counted.
-//! Invariant: an event that this reads is JSON from its first byte to its last.
+//! Several hundred thousand events arrive per second, so parsing copies only the counts.
+//! Invariant: an accepted event is valid JSON from its first byte to its last.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::{
     de::{Error, IgnoredAny, SeqAccess, Visitor},
 };
 
-/// An event of a completion or a chat; what is not named here does not matter to the client.
+/// A stream event of a completion or a chat; fields not listed here are ignored.
 #[derive(Deserialize)]
 pub struct Event {
     pub error: Option<serde_json::Value>,
@@ -18,19 +18,19 @@ pub struct Event {
     pub usage: Option<Usage>,
 }
 
-/// The server's own count.
+/// Token counts reported by the server.
 #[derive(Deserialize)]
 pub struct Usage {
     pub prompt_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
 }
 
-/// What an event's choices come to.
+/// The sum over the choices of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Choices {
-    /// Tokens: by their ids, or one for each choice with text.
+    /// Number of tokens: the number of token ids, or one for each choice with text.
     pub tokens: u32,
-    /// Some choice has ids.
+    /// Whether any choice has token ids.
     pub by_id: bool,
 }
 
@@ -42,7 +42,7 @@ struct Choice {
     delta: Option<Delta>,
 }
 
-/// A piece of a chat's message.
+/// An increment of a chat message.
 #[derive(Deserialize)]
 struct Delta {
     #[serde(default)]
@@ -92,7 +92,7 @@ impl<'de> Deserialize<'de> for Choices {
     }
 }
 
-/// The length of a list.
+/// The length of a JSON array, deserialized without its elements.
 #[derive(Clone, Copy)]
 struct Count(u32);
 
@@ -118,7 +118,7 @@ impl<'de> Deserialize<'de> for Count {
     }
 }
 
-/// Whether a text is there and not empty.
+/// Whether a string field is present and not empty.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct HasText(bool);
 
@@ -129,7 +129,7 @@ impl<'de> Deserialize<'de> for HasText {
             type Value = HasText;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a text")
+                f.write_str("a string")
             }
 
             fn visit_str<E: Error>(self, text: &str) -> Result<HasText, E> {

@@ -1,4 +1,4 @@
-//! One streaming request: sent, read to its end, and every way it can go wrong told apart.
+//! The HTTP client: sends one streaming request, reads the response and classifies every failure.
 //!
 //! Invariant: whatever the server does, `send` returns a sample by the deadline.
 
@@ -40,24 +40,24 @@ use refusal::Refusal;
 pub use server::Server;
 pub use service::Service;
 
-/// Idle connections a client keeps for its next requests.
+/// Maximum number of idle connections that a client keeps.
 const IDLE_MAX: usize = 512;
 
-/// Bytes of an answer that are read in one turn: then come the others, and the deadline.
+/// Bytes of a response that are read before the task yields to other tasks and to the deadline.
 const TURN_BYTES_MAX: usize = 1 << 15;
 
-/// Sends requests to a service from one thread.
+/// A single-threaded client of a service.
 pub struct Client {
     service: Arc<Service>,
     connections: Connections,
     retries: u32,
     idle: RefCell<Vec<Connection>>,
-    /// Becomes true when everything in flight is to end.
+    /// Becomes true when all requests in flight must end.
     stop: watch::Receiver<bool>,
     live: Arc<Progress>,
 }
 
-/// A request made ready: all that is left to do is to send it.
+/// A prepared request: its body is serialized and it only needs to be sent.
 #[derive(Clone, Debug)]
 pub struct Outgoing {
     index: usize,
@@ -71,8 +71,8 @@ pub struct Outgoing {
 }
 
 impl Client {
-    /// A client of `service` that sends a request again up to `retries` times. What becomes of requests while they
-    /// are in flight is added to `live`.
+    /// Creates a client of `service` that retries a request up to `retries` times. Received tokens are added
+    /// to `live` while requests are in flight.
     pub fn new(
         service: Arc<Service>,
         connections: Connections,
@@ -83,7 +83,7 @@ impl Client {
         Self { service, connections, retries, idle: RefCell::default(), stop, live }
     }
 
-    /// Makes `request` ready.
+    /// Serializes `request`.
     pub fn prepare(&self, request: &Request) -> Outgoing {
         Outgoing {
             index: request.index,
@@ -97,13 +97,13 @@ impl Client {
         }
     }
 
-    /// Sends a request, due at `scheduled`, now.
+    /// Sends a request that was due at `scheduled` and returns its sample.
     pub async fn send(&self, outgoing: Outgoing, scheduled: Duration, clock: Clock) -> Sample {
         let sent = clock.now();
         let deadline = clock.deadline(sent);
         let (mut answer, mut retries) = (Answer::new(outgoing.hang_up_after), 0);
         let end = tokio::select! {
-            // First the deadline: a server that never pauses would use up the task's turn before it.
+            // The deadline is polled first: a server that never pauses would otherwise starve it.
             biased;
             failure = self.cut_off(clock, deadline) => Err(failure),
             end = self.attempts(&outgoing, clock, deadline, &mut answer, &mut retries) => end,
@@ -126,7 +126,7 @@ impl Client {
         }
     }
 
-    /// Waits for what ends a request from outside.
+    /// Waits for the deadline or the stop signal and returns the resulting failure.
     async fn cut_off(&self, clock: Clock, deadline: Deadline) -> Failure {
         tokio::select! {
             () = sleep_until(clock.at(deadline.at).into()) => clock.given_up(deadline),
@@ -134,7 +134,7 @@ impl Client {
         }
     }
 
-    /// Sends it until it is answered or not to be sent again.
+    /// Sends the request until it succeeds or must not be retried.
     async fn attempts(
         &self,
         outgoing: &Outgoing,
@@ -149,7 +149,7 @@ impl Client {
                 Err(refusal) => refusal,
             };
             let again = clock.now().saturating_add(refusal.pause(*retries));
-            // A pause that outlasts the request is not begun: the refusal says more than a timeout would.
+            // A retry after the deadline is pointless: the rejection is more informative than a timeout.
             if *retries >= self.retries || !refusal.may_pass() || again >= deadline.at {
                 return Err(refusal.failure);
             }
@@ -158,7 +158,8 @@ impl Client {
         }
     }
 
-    /// Sends it once. `answer` keeps what came even when the caller drops this at a deadline.
+    /// Sends the request once. `answer` keeps what was received even if the caller drops this future at a
+    /// deadline.
     async fn exchange(
         &self,
         outgoing: &Outgoing,
@@ -178,14 +179,14 @@ impl Client {
         Ok(outcome)
     }
 
-    /// Sends it on a connection, and waits for the head of the answer.
+    /// Sends the request on an idle or new connection and waits for the response head.
     async fn begin(&self, outgoing: &Outgoing) -> Result<(Connection, Response<Incoming>), Failure> {
         let post = || self.service.post(outgoing.body.clone(), outgoing.key);
         if let Some(mut used) = self.take_idle(outgoing) {
             match used.request(post()).await {
                 Ok(response) => return Ok((used, response)),
                 Err(error) if used.has_received() => return Err(no_head(&error)),
-                // It was closed while it was idle, as far as can be told.
+                // Most likely the server closed the connection while it was idle.
                 Err(_) => {}
             }
         }
@@ -194,7 +195,7 @@ impl Client {
         Ok((connection, response))
     }
 
-    /// Reads the events of an answer to their end, or until the client leaves.
+    /// Reads the events of a response until its end or until the client hangs up.
     async fn read(
         &self,
         connection: &mut Connection,
@@ -209,7 +210,7 @@ impl Client {
         while let Some(piece) = connection.piece(&mut body).await {
             let (piece, read_at) = match piece {
                 Ok(piece) => piece,
-                // Such a body has no end to miss but its end mark.
+                // A body without framing is complete once `[DONE]` was received.
                 Err(_) if ends_by_closing && answer.done => break,
                 Err(error) => return Err(no_end(&error)),
             };
@@ -228,9 +229,9 @@ impl Client {
         answer.end()
     }
 
-    /// An idle connection that has not been closed, as far as is known.
+    /// Takes an idle connection that is not known to be closed.
     fn take_idle(&self, outgoing: &Outgoing) -> Option<Connection> {
-        // A slow reader's buffer is its own.
+        // A slow reader needs a connection with its own receive buffer size.
         if outgoing.read_rate.is_some() {
             return None;
         }
@@ -243,7 +244,7 @@ impl Client {
         None
     }
 
-    /// Keeps a connection whose answer is over for the next request, where that is wanted and possible.
+    /// Returns a connection to the pool of idle connections if it can be reused.
     fn keep(&self, mut connection: Connection, outgoing: &Outgoing) {
         if self.connections == Connections::New || outgoing.read_rate.is_some() || !connection.is_idle() {
             return;
@@ -258,7 +259,7 @@ impl Client {
 /// Waits until the run is stopped.
 pub async fn stopped(mut stop: watch::Receiver<bool>) {
     if stop.wait_for(|stop| *stop).await.is_err() {
-        // Nobody is left who could stop it.
+        // The sender is gone, so the run can no longer be stopped.
         std::future::pending::<()>().await;
     }
 }

@@ -1,6 +1,6 @@
-//! Answers that are none: what the server says instead, and when it wants to be asked again.
+//! Rejected requests: the failure, and whether and when to retry.
 //!
-//! Invariant: only what may pass by itself is asked again.
+//! Invariant: only failures that may be temporary are retried.
 
 use std::time::Duration;
 
@@ -9,17 +9,17 @@ use hyper::{Response, body::Incoming, header::RETRY_AFTER};
 use super::{connection::Connection, service::Service};
 use crate::sample::{Failure, FailureKind};
 
-/// The first pause before a request is sent again, which doubles each time.
+/// Delay before the first retry; it doubles with each retry.
 const PAUSE_FIRST: Duration = Duration::from_millis(100);
 
-/// Bytes of a refusal's text that are read.
+/// Maximum number of bytes read from the body of a rejection.
 const TEXT_BYTES_MAX: usize = 1 << 16;
 
-/// Why a request brought no answer.
+/// The reason why a request got no response.
 #[derive(Debug)]
 pub struct Refusal {
     pub failure: Failure,
-    /// When the server wants it again.
+    /// Value of the `Retry-After` header.
     retry_after: Option<Duration>,
 }
 
@@ -30,22 +30,22 @@ impl From<Failure> for Refusal {
 }
 
 impl Refusal {
-    /// A response whose status is not 200.
+    /// Reads a response whose status is not 200.
     pub async fn read(connection: &mut Connection, response: Response<Incoming>, service: &Service) -> Self {
         let kind = FailureKind::Status(response.status().as_u16());
         let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
-        // Servers that say a date instead of seconds are asked again as if they said nothing.
+        // A date instead of a number of seconds is ignored.
         let retry_after = retry_after.and_then(|text| text.trim().parse().ok()).map(Duration::from_secs);
         let text = connection.text(response.into_body(), TEXT_BYTES_MAX).await.unwrap_or_else(|cut| cut);
         Self { failure: kind.saying(service.without_keys(text.trim())), retry_after }
     }
 
-    /// Whether the same request may fare better a little later.
+    /// Returns whether the same request may succeed later.
     pub fn may_pass(&self) -> bool {
         matches!(self.failure.kind, FailureKind::Connect | FailureKind::Status(429 | 503))
     }
 
-    /// How long to wait before it is sent again, after so many times.
+    /// Returns the delay before the next retry, after `retries` retries.
     pub fn pause(&self, retries: u32) -> Duration {
         self.retry_after.unwrap_or(PAUSE_FIRST.saturating_mul(2u32.saturating_pow(retries)))
     }
@@ -60,7 +60,7 @@ mod tests {
         let silent = Refusal::from(FailureKind::Connect.saying(""));
         assert_eq!([0, 1, 2, 3].map(|n| silent.pause(n).as_millis()), [100, 200, 400, 800]);
         assert!(silent.pause(u32::MAX) > Duration::from_secs(1 << 20));
-        let told = Refusal { retry_after: Some(Duration::from_secs(7)), ..silent };
-        assert_eq!([0, 3].map(|n| told.pause(n).as_secs()), [7, 7]);
+        let with_header = Refusal { retry_after: Some(Duration::from_secs(7)), ..silent };
+        assert_eq!([0, 3].map(|n| with_header.pause(n).as_secs()), [7, 7]);
     }
 }

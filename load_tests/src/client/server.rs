@@ -1,6 +1,7 @@
-//! Where a server is and how to get to it: its URL, its addresses, its TLS.
+//! The address of a server: its URL, resolved IP addresses and TLS configuration.
 //!
-//! Invariant: names are looked up once, before the run; a connection within it waits for the server alone.
+//! Invariant: names are resolved once, before the run, so that connecting during the run waits only for the
+//! server.
 
 use std::{
     io,
@@ -21,10 +22,10 @@ use url::Url;
 use super::{tls::Tls, wire::Wire};
 use crate::sample::{Failure, FailureKind};
 
-/// Time for a connection to an address while there is another to try. The last has all the time there is.
+/// Connect timeout of an address if another one is left to try; the last address has no timeout of its own.
 const ADDRESS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The least receive buffer asked for: less than a packet would stop the connection.
+/// Minimum receive buffer size in bytes: a buffer smaller than a packet would stall the connection.
 const RECEIVE_BUFFER_MIN: u32 = 4096;
 
 /// A server that can be connected to.
@@ -32,16 +33,16 @@ const RECEIVE_BUFFER_MIN: u32 = 4096;
 pub struct Server {
     url: Url,
     host: HeaderValue,
-    /// At least one.
+    /// Resolved addresses, at least one.
     addresses: Vec<SocketAddr>,
-    /// The address that answered last, which is tried first.
+    /// Index of the address that last accepted a connection; it is tried first.
     preferred: AtomicUsize,
     tls: Option<Tls>,
 }
 
 impl Server {
-    /// The server at `url`, trusting the certificates of the file `ca` beside the system's. Looks up its name and
-    /// reads the certificates. Errors do not repeat the URL, which may hold what nobody is to see.
+    /// Resolves the host of `url` and loads the certificates: the system's and those of the file `ca`. Errors
+    /// do not repeat the URL, which may contain secrets.
     pub fn at(url: &str, ca: Option<&Path>) -> anyhow::Result<Self> {
         let url = parse(url)?;
         let addresses = url.socket_addrs(|| None).context("cannot look up the host")?;
@@ -50,22 +51,22 @@ impl Server {
         Ok(Self { host: host(&url)?, url, addresses, preferred: AtomicUsize::new(0), tls })
     }
 
-    /// The value of `Host` that requests have.
+    /// Returns the value of the `Host` header.
     pub fn host(&self) -> &HeaderValue {
         &self.host
     }
 
-    /// The path and the query of the URL.
+    /// Returns the path and the query of the URL.
     pub fn path(&self) -> &str {
         &self.url[url::Position::BeforePath..url::Position::AfterQuery]
     }
 
-    /// Whether `other` is the same server: who may see a key of the one may see it at the other.
+    /// Returns whether `other` has the same origin, so that an API key of one may be sent to the other.
     pub fn is_same(&self, other: &Self) -> bool {
         self.url.origin() == other.url.origin()
     }
 
-    /// A new connection. With a `read_rate` (bytes per second) it reads no faster than that.
+    /// Opens a new connection that reads at most `read_rate` bytes per second, if given.
     pub async fn connect(&self, read_rate: Option<u32>) -> Result<Wire, Failure> {
         let tcp = self.connect_tcp(read_rate).await?;
         match &self.tls {
@@ -77,7 +78,7 @@ impl Server {
         }
     }
 
-    /// Tries every address, first the one that answered last.
+    /// Tries every address, starting with the one that last accepted a connection.
     async fn connect_tcp(&self, read_rate: Option<u32>) -> Result<TcpStream, Failure> {
         let (count, first) = (self.addresses.len(), self.preferred.load(Ordering::Relaxed));
         let mut failure = None;
@@ -111,20 +112,21 @@ fn parse(text: &str) -> anyhow::Result<Url> {
         bail!("the scheme '{}' is neither http nor https", url.scheme());
     }
     ensure!(url.has_host(), "the host is missing");
-    ensure!(url.username().is_empty() && url.password().is_none(), "a URL with a user is not supported");
+    ensure!(url.username().is_empty() && url.password().is_none(), "a URL with a user name is not supported");
     ensure!(url.fragment().is_none(), "a URL with a fragment is not supported");
     Ok(url)
 }
 
 fn host(url: &Url) -> anyhow::Result<HeaderValue> {
     let text = &url[url::Position::BeforeHost..url::Position::AfterPort];
-    HeaderValue::from_str(text).context("the host is no value of a header")
+    HeaderValue::from_str(text).context("the host is not a valid header value")
 }
 
 async fn dial(address: SocketAddr, read_rate: Option<u32>) -> io::Result<TcpStream> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if let Some(rate) = read_rate {
-        // A slow reader's window must fill, or the server would never feel it. It counts from the handshake on.
+        // A slow reader needs a small receive window that fills up, or the server would never be throttled.
+        // The size must be set before the handshake.
         socket.set_recv_buffer_size((rate / 4).clamp(RECEIVE_BUFFER_MIN, 1 << 16))?;
     }
     let stream = socket.connect(address).await?;

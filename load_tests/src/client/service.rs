@@ -1,6 +1,6 @@
-//! A server as an OpenAI-compatible service: which models it has, which keys open it, what a request looks like.
+//! An OpenAI-compatible service: its models, API keys and the form of its requests.
 //!
-//! Invariant: a key is a header's value, marked as sensitive, and nowhere else.
+//! Invariant: API keys are stored only as header values marked as sensitive.
 
 use std::time::Duration;
 
@@ -24,14 +24,14 @@ use crate::{
     run::{Connections, Secret, Target},
 };
 
-/// Bytes a list of models or a page of metrics may have.
+/// Maximum size in bytes of a model list or a metrics page.
 const PAGE_BYTES_MAX: usize = 16 << 20;
 
 const BEARER: &str = "Bearer ";
 
 const AGENT: &str = concat!("load_tests/", env!("CARGO_PKG_VERSION"));
 
-/// What all requests of a run have in common.
+/// The service under test: everything that the requests of a run have in common.
 #[derive(Debug)]
 pub struct Service {
     pub server: Server,
@@ -44,8 +44,8 @@ pub struct Service {
 }
 
 impl Service {
-    /// The service `target` names. Where it names no model, the server is asked for the first it lists, within
-    /// `patience`.
+    /// Resolves the service of `target`. If it names no model, the first model that the server lists is used;
+    /// the query takes at most `patience`.
     pub async fn find(target: &Target, connections: Connections, patience: Duration) -> anyhow::Result<Self> {
         let server = Server::at(&target.url, target.ca.as_deref()).context("the server's URL")?;
         ensure!(!server.path().contains('?'), "the server's URL must not have a query");
@@ -53,7 +53,7 @@ impl Service {
         let prefix = server.path().trim_end_matches('/').to_string();
         let models = match target.models.as_slice() {
             [] => vec![first_model(&server, &prefix, keys.first(), patience).await.with_context(|| {
-                format!("asking for {prefix}/v1/models what it serves (or name a model)")
+                format!("listing the models at {prefix}/v1/models (use --model to name one)")
             })?],
             models => models.to_vec(),
         };
@@ -72,12 +72,12 @@ impl Service {
         })
     }
 
-    /// The body of `request`.
+    /// Serializes the body of `request`.
     pub fn body(&self, request: &requests::Request) -> Bytes {
         request.body(self.endpoint, &self.models[request.model], &self.extra_body).into()
     }
 
-    /// The HTTP request with `body`, showing the key of this number.
+    /// Builds the HTTP request with `body` and the API key of index `key`.
     pub fn post(&self, body: Bytes, key: Option<usize>) -> Request<Post> {
         let mut post = Request::new(Full::new(body));
         *post.method_mut() = Method::POST;
@@ -89,18 +89,19 @@ impl Service {
         post
     }
 
-    /// A text of the server's without the keys that it tells back.
+    /// Replaces API keys in a text sent by the server.
     pub fn without_keys(&self, text: &str) -> String {
         let keys = self.keys.iter().filter_map(|header| header.to_str().ok()?.strip_prefix(BEARER));
         keys.fold(text.to_string(), |text, key| text.replace(key, "[key]"))
     }
 
-    /// How many keys there are.
+    /// Returns the number of API keys.
     pub fn keys(&self) -> usize {
         self.keys.len()
     }
 
-    /// What is at the URL of `server`, shown a key only where `server` is the one the keys are for.
+    /// Fetches the page at the URL of `server`. An API key is sent only if `server` has the origin of this
+    /// service.
     pub async fn page(&self, server: &Server, patience: Duration) -> anyhow::Result<String> {
         let key = self.keys.first().filter(|_| server.is_same(&self.server));
         get(server, server.path(), key, patience).await
@@ -109,9 +110,9 @@ impl Service {
 
 fn headers(keys: &[Secret]) -> anyhow::Result<Vec<HeaderValue>> {
     let header = |(place, key): (usize, &Secret)| {
-        let mut value = HeaderValue::from_str(&format!("{BEARER}{}", key.0))
-            .ok()
-            .with_context(|| format!("key {} has characters that no header may have", place + 1))?;
+        let mut value = HeaderValue::from_str(&format!("{BEARER}{}", key.0)).ok().with_context(|| {
+            format!("key {} contains characters that are not allowed in a header", place + 1)
+        })?;
         ensure!(!key.0.trim().is_empty(), "key {} is empty", place + 1);
         value.set_sensitive(true);
         Ok(value)
@@ -146,11 +147,11 @@ async fn first_model(
         id: String,
     }
     let text = get(server, &format!("{prefix}/v1/models"), key, patience).await?;
-    let models: Models = serde_json::from_str(&text).context("the answer is not a list of models")?;
+    let models: Models = serde_json::from_str(&text).context("the response is not a list of models")?;
     models.data.into_iter().next().map(|model| model.id).context("the list is empty")
 }
 
-/// The text at `path`.
+/// Fetches the text at `path`, within `patience`.
 async fn get(
     server: &Server,
     path: &str,
@@ -167,17 +168,17 @@ async fn get(
     }
     timeout(patience, fetch(server, request))
         .await
-        .with_context(|| format!("no answer after {patience:?}"))?
+        .with_context(|| format!("no response after {patience:?}"))?
 }
 
 async fn fetch(server: &Server, request: Request<Post>) -> anyhow::Result<String> {
-    let said = |failure: crate::sample::Failure| anyhow::anyhow!("{}: {}", failure.kind, failure.message);
-    let mut connection = Connection::open(server, None).await.map_err(said)?;
-    let answer = connection.request(request).await.map_err(|error| said(no_head(&error)))?;
+    let to_error = |failure: crate::sample::Failure| anyhow::anyhow!("{}: {}", failure.kind, failure.message);
+    let mut connection = Connection::open(server, None).await.map_err(to_error)?;
+    let answer = connection.request(request).await.map_err(|error| to_error(no_head(&error)))?;
     let status = answer.status();
     let text = connection.text(answer.into_body(), PAGE_BYTES_MAX).await;
-    ensure!(status == 200, "the answer is {status}");
-    text.ok().context("the answer breaks off or has more than 16 MiB")
+    ensure!(status == 200, "the response status is {status}");
+    text.ok().context("the response is incomplete or larger than 16 MiB")
 }
 
 #[cfg(test)]

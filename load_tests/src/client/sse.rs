@@ -1,56 +1,57 @@
-//! Server-sent events out of a byte stream that may be cut anywhere.
+//! A decoder of server-sent events that accepts a byte stream split at any position.
 //!
-//! Stricter than the standard, which ignores fields it does not know: here they mean that this is no stream.
-//! Invariant: the events depend on the bytes, never on how they were cut into chunks.
+//! The decoder is stricter than the standard, which ignores unknown fields: here they are an error, because
+//! they show that the body is not an event stream.
+//! Invariant: the events depend on the bytes, never on how they were split into chunks.
 
-/// Bytes one event may have; a stream without line ends must not fill the memory.
+/// Maximum size of an event in bytes, so that a stream without line ends does not exhaust memory.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
-/// Why bytes are not a stream of events.
+/// An error in an event stream.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SseError {
-    #[error("an event has more than {EVENT_BYTES_MAX} bytes")]
+    #[error("event larger than {EVENT_BYTES_MAX} bytes")]
     TooLong,
-    #[error("a line is not UTF-8")]
+    #[error("line is not valid UTF-8")]
     NotUtf8,
-    /// The line's first characters.
-    #[error("'{0}' begins with no field of an event")]
+    /// The line does not begin with a known field; holds its first 80 characters.
+    #[error("'{0}' does not begin with a known event field")]
     UnknownField(String),
 }
 
-/// Takes chunks, gives the data of whole events.
+/// An incremental decoder: takes chunks of bytes and returns the data of complete events.
 #[derive(Debug, Default)]
 pub struct SseDecoder {
-    /// The beginning of a line whose end has not come.
+    /// The start of an incomplete line.
     line: Vec<u8>,
-    /// The data lines of an event whose end has not come.
+    /// The data lines of an incomplete event.
     data: Option<String>,
-    /// The data given out last, whose memory is used again.
+    /// The data returned last; its allocation is reused.
     spent: String,
-    /// The last byte was CR, whose line is done already: a LF now belongs to it.
+    /// Whether the last byte was a CR that already ended its line, so that a following LF belongs to it.
     after_cr: bool,
 }
 
-/// What one line means.
+/// The meaning of one line.
 enum Line<'a> {
     /// The end of an event.
     Blank,
-    /// A comment, or what this client has no use for.
+    /// A comment or an unused field.
     Ignored,
     Data(&'a str),
 }
 
-/// Where an event's data is.
+/// The location of an event's data.
 enum Found<'a> {
-    /// Within the chunk: one line that was not cut, as nearly all are.
+    /// In the chunk: a single complete line, the common case.
     Chunk(&'a str),
-    /// Within the decoder, as `spent`.
+    /// In the decoder's `last_data` buffer.
     Decoder,
 }
 
 impl SseDecoder {
-    /// Takes bytes off the front of `bytes` until an event is whole, and gives its data; `None` when all are
-    /// taken. An error leaves the decoder spent.
+    /// Consumes bytes from the front of `bytes` until an event is complete and returns its data, or `None`
+    /// when all bytes are consumed. The decoder must not be used after an error.
     pub fn next<'a, 'b: 'a>(&'a mut self, bytes: &mut &'b [u8]) -> Result<Option<&'a str>, SseError> {
         Ok(self.find(bytes)?.map(|found| match found {
             Found::Chunk(data) => data,
@@ -58,7 +59,8 @@ impl SseDecoder {
         }))
     }
 
-    /// The bytes are over. An unfinished event is lost; an unfinished line that is of no event is an error.
+    /// Checks the state at the end of the stream. An incomplete event is dropped; an incomplete line that is
+    /// not part of an event is an error.
     pub fn end(&self) -> Result<(), SseError> {
         if self.line.contains(&b':') {
             read_line(&self.line)?;
@@ -77,7 +79,8 @@ impl SseDecoder {
         Ok(None)
     }
 
-    /// The bytes up to the next line end, which is taken too. Without one, all bytes are kept for later.
+    /// Returns the bytes up to the next line end and consumes both. Without a line end, buffers all bytes and
+    /// returns `None`.
     fn take_line<'b>(&mut self, bytes: &mut &'b [u8]) -> Result<Option<&'b [u8]>, SseError> {
         self.skip_line_feed(bytes);
         let end = memchr::memchr2(b'\n', b'\r', bytes);
@@ -123,7 +126,7 @@ impl SseDecoder {
         Ok(())
     }
 
-    /// Takes the blank line at the front of `bytes`, if there is one.
+    /// Consumes a blank line at the front of `bytes`. Returns whether there was one.
     fn take_blank(&mut self, bytes: &mut &[u8]) -> bool {
         self.skip_line_feed(bytes);
         let Some(&end @ (b'\n' | b'\r')) = bytes.first() else { return false };
@@ -132,7 +135,7 @@ impl SseDecoder {
         true
     }
 
-    /// Takes the line feed that belongs to a CR before it.
+    /// Consumes the line feed of a CRLF whose CR ended the previous line.
     fn skip_line_feed(&mut self, bytes: &mut &[u8]) {
         let Some(first) = bytes.first() else { return };
         if std::mem::take(&mut self.after_cr) && *first == b'\n' {
@@ -140,7 +143,7 @@ impl SseDecoder {
         }
     }
 
-    /// The data lines of one event are joined by line feeds.
+    /// Appends a data line; the data lines of one event are joined by line feeds.
     fn append(&mut self, value: &str) {
         let mut data = match self.data.take() {
             Some(data) => data + "\n",

@@ -1,6 +1,6 @@
-//! TLS sessions with a server whose certificate the system or a file of the user's vouches for.
+//! TLS sessions, verified against the system's CA certificates and those of an optional file.
 //!
-//! Invariant: no certificate is taken unproven.
+//! Invariant: no connection is made without verifying the server certificate.
 
 use std::{io, net::IpAddr, path::Path, sync::Arc};
 
@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use url::{Host, Url};
 
-/// How sessions with one server begin.
+/// The TLS configuration for one server.
 #[derive(Clone)]
 pub struct Tls {
     connector: TlsConnector,
@@ -28,7 +28,8 @@ impl std::fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Sessions with the server at `url`.
+    /// Creates the configuration for the server at `url`, trusting the certificates of the PEM file `ca` in
+    /// addition to the system's.
     pub fn to(url: &Url, ca: Option<&Path>) -> anyhow::Result<Self> {
         let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()?
@@ -38,19 +39,21 @@ impl Tls {
         Ok(Self { connector: TlsConnector::from(Arc::new(config)), name: name(url)? })
     }
 
+    /// Performs the TLS handshake on a TCP connection.
     pub async fn session(&self, tcp: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         self.connector.connect(self.name.clone(), tcp).await
     }
 }
 
-/// The system's certificates, as far as they can be read, and those of the file.
+/// Loads the system's certificates, as far as they are readable, and those of the file.
 fn roots(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if let Some(file) = ca {
         let count = roots.len();
-        add_file(&mut roots, file).with_context(|| format!("the certificates of {}", file.display()))?;
-        ensure!(roots.len() > count, "{} holds no certificate", file.display());
+        add_file(&mut roots, file)
+            .with_context(|| format!("reading the certificates of {}", file.display()))?;
+        ensure!(roots.len() > count, "{} contains no certificate", file.display());
     }
     Ok(roots)
 }
@@ -65,7 +68,7 @@ fn add_file(roots: &mut RootCertStore, file: &Path) -> anyhow::Result<()> {
 fn name(url: &Url) -> anyhow::Result<ServerName<'static>> {
     Ok(match url.host().context("the host is missing")? {
         Host::Domain(name) => {
-            ServerName::try_from(name.to_string()).context("the host is no name of a certificate")?
+            ServerName::try_from(name.to_string()).context("the host is not a valid certificate name")?
         }
         Host::Ipv4(address) => IpAddr::from(address).into(),
         Host::Ipv6(address) => IpAddr::from(address).into(),

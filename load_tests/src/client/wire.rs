@@ -1,6 +1,7 @@
-//! A connection's bytes: counted and timed as they come, and held back where a client reads slowly.
+//! A byte stream that counts and timestamps received bytes, and limits the read rate of slow clients.
 //!
-//! Invariant: no more bytes are taken from the socket than the rate allows, so the server feels it.
+//! Invariant: bytes are read from the socket no faster than the rate allows, so that the server sees
+//! backpressure.
 
 use std::{
     cell::{Cell, RefCell},
@@ -16,41 +17,43 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// Reads per second of a slow reader, where its rate is that high.
+/// Reads per second of a slow reader, if its rate is high enough.
 const READS_PER_SECOND: u32 = 20;
 
-/// What bytes come from and go to.
+/// A bidirectional byte stream.
 pub trait Stream: AsyncRead + AsyncWrite + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Stream for T {}
 
-/// What is known of a connection's bytes, and who waits for them.
+/// Statistics of the bytes received on a connection, and the waker of its reader.
 #[derive(Debug)]
 pub struct Tap {
-    /// Bytes that came.
+    /// Number of bytes received.
     received: Cell<u64>,
-    /// When the last did.
+    /// Time of the last read.
     read_at: Cell<Instant>,
-    /// Woken when the socket is ready, whoever polls in between.
+    /// Waker that is woken when the socket is ready, independent of the polling context.
     reader: RefCell<Waker>,
 }
 
 impl Tap {
+    /// Returns the number of bytes received.
     pub fn received(&self) -> u64 {
         self.received.get()
     }
 
+    /// Returns the time of the last read.
     pub fn read_at(&self) -> Instant {
         self.read_at.get()
     }
 
-    /// From now on the socket wakes `waker`.
+    /// Sets the waker that the socket wakes.
     pub fn wake(&self, waker: &Waker) {
         self.reader.borrow_mut().clone_from(waker);
     }
 }
 
-/// A connection to a server, TLS or not.
+/// A connection to a server, with or without TLS.
 pub struct Wire {
     stream: Box<dyn Stream>,
     tap: Rc<Tap>,
@@ -58,7 +61,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// `read_rate` in bytes per second.
+    /// Wraps `stream`, limiting reads to `read_rate` bytes per second if given.
     pub fn new(stream: Box<dyn Stream>, read_rate: Option<u32>) -> Self {
         let tap = Tap {
             received: Cell::new(0),
@@ -73,7 +76,7 @@ impl Wire {
     }
 }
 
-/// When a slow reader reads, and how much.
+/// Limits the read rate of a slow reader, in bytes per second.
 struct Pace {
     rate: u32,
     pause: Pin<Box<Sleep>>,
@@ -84,13 +87,13 @@ impl Pace {
         Self { rate: rate.max(1), pause: Box::pin(sleep(Duration::ZERO)) }
     }
 
-    /// Bytes that may be read now.
+    /// Returns the number of bytes that may be read once the pause is over.
     fn poll_allowed(&mut self, cx: &mut Context<'_>) -> Poll<usize> {
         ready!(self.pause.as_mut().poll(cx));
         Poll::Ready((self.rate / READS_PER_SECOND).max(1) as usize)
     }
 
-    /// The next read may be when these bytes' time is over. Idle time is no credit.
+    /// Accounts for bytes read: delays the next read by their transfer time. Idle time earns no credit.
     fn took(&mut self, bytes: usize) {
         let from = self.pause.deadline().max(tokio::time::Instant::now());
         self.pause.as_mut().reset(from + Duration::from_secs_f64(bytes as f64 / f64::from(self.rate)));
@@ -134,7 +137,7 @@ fn poll_read_slowly(
 }
 
 impl Wire {
-    /// Polls the stream for the one that waits.
+    /// Polls the stream with the waker of the reader.
     fn poll_stream<T>(
         &mut self,
         poll: impl FnOnce(Pin<&mut Box<dyn Stream>>, &mut Context<'_>) -> Poll<T>,

@@ -1,6 +1,6 @@
-//! What became of the requests, in numbers.
+//! Request counts by outcome.
 //!
-//! Invariant: completed, hung up and failed are all that were sent.
+//! Invariant: completed, hung-up and failed requests add up to the requests sent.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::{
     sample::{Outcome, Sample},
 };
 
-/// The counts of a run.
+/// Counts the requests of a run by outcome.
 pub fn of(settings: &Settings, record: &Record) -> Counts {
     let samples = record.samples.as_slice();
     let failures = failures(samples);
@@ -38,7 +38,7 @@ fn failures(samples: &[Sample]) -> BTreeMap<String, Failures> {
     failures
 }
 
-/// Tokens of the prompts and of the answers of those that got any answer.
+/// Returns the numbers of prompt tokens and output tokens, over the requests that received any token.
 pub fn tokens<'a>(samples: impl IntoIterator<Item = &'a Sample>) -> (u64, u64) {
     let answered = samples.into_iter().filter(|sample| !sample.deliveries.is_empty());
     answered.fold((0, 0), |(input, output), sample| {

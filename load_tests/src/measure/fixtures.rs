@@ -1,6 +1,6 @@
-//! Settings and samples for tests; times in milliseconds.
+//! Settings and samples for tests; times are in milliseconds.
 //!
-//! Invariant: a sample is of the outcome its function is named after, of model 0 and index 0.
+//! Invariant: a sample has the outcome its function is named after, model 0 and index 0.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,7 +19,8 @@ pub fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// One token at each of the times; 10 tokens of prompt, 3 asked for; over at the last of them.
+/// Returns a completed sample with one token at each of the times: 10 prompt tokens, 3 output tokens
+/// requested, ended at the last token.
 pub fn completed(scheduled: u64, sent: u64, tokens: &[u64]) -> Sample {
     Sample {
         index: 0,
@@ -36,13 +37,13 @@ pub fn completed(scheduled: u64, sent: u64, tokens: &[u64]) -> Sample {
     }
 }
 
-/// Refused with status 500 at once.
+/// Returns a sample rejected with status 500 at once.
 pub fn failed(scheduled: u64, sent: u64) -> Sample {
     let failure = FailureKind::Status(500).saying("out of luck");
     Sample { outcome: Outcome::Failed(failure), ..completed(scheduled, sent, &[]) }
 }
 
-/// An open loop at 2 requests per second, of 4 prompt tokens and 2 output tokens.
+/// Returns settings of an open loop at 2 requests per second, with 4 prompt tokens and 2 output tokens.
 pub fn settings() -> Settings {
     Settings {
         label: None,
@@ -88,7 +89,7 @@ fn load() -> Load {
     }
 }
 
-/// A run of one model that sent all it planned, but one request.
+/// Returns a run of one model with one unsent request.
 pub fn record(samples: Vec<Sample>) -> Record {
     let samples = samples.into_iter().enumerate().map(|(index, sample)| Sample { index, ..sample }).collect();
     Record { models: vec!["m".into()], began: SystemTime::UNIX_EPOCH, samples, unsent: 1, server: None }

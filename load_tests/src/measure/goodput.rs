@@ -1,36 +1,38 @@
-//! Goodput: the completed requests that kept the limits given for them.
+//! Goodput: the rate of completed requests within the given latency limits.
 //!
-//! Invariant: a limit is one of a measure that every request has or cannot miss.
+//! Invariant: only measures with a single value per request can be limited; a request without the measure
+//! meets the limit.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{Span, completed};
 use crate::{report::Goodput, sample::Sample};
 
-/// Limits a completed request must keep to be good, in milliseconds by measure: `ttft`, `tpot`, `e2el`.
+/// Latency limits in milliseconds by measure: `ttft`, `tpot`, `e2el`. A completed request within all of them
+/// is good.
 pub type Limits = BTreeMap<String, f64>;
 
-/// The measures that may be limited, and how each is taken.
+/// The measures that can be limited, and the function that computes each.
 const MEASURES: [(&str, Measure); 3] =
     [("ttft", Sample::ttft), ("tpot", Sample::tpot), ("e2el", Sample::e2e)];
 
 type Measure = fn(&Sample) -> Option<Duration>;
 
-/// A measure and its limit in milliseconds, such as `ttft:200`.
+/// Parses a measure and its limit in milliseconds, such as `ttft:200`.
 pub fn parse_limit(text: &str) -> Result<(String, f64), String> {
     let (name, limit) =
         text.split_once(':').ok_or(format!("'{text}' is not MEASURE:MS, such as ttft:200"))?;
     if !MEASURES.iter().any(|measure| measure.0 == name) {
-        return Err(format!("'{name}' is not a measure that can be limited: ttft, tpot or e2el"));
+        return Err(format!("'{name}' is not a measure that can be limited; use ttft, tpot or e2el"));
     }
     let limit_ms: f64 = limit.parse().map_err(|_| format!("'{limit}' is not a number of milliseconds"))?;
     if !(limit_ms > 0.0 && limit_ms.is_finite()) {
-        return Err(format!("a limit of {limit} ms is not above 0 and finite"));
+        return Err(format!("the limit of {limit} ms is not above 0 and finite"));
     }
     Ok((name.to_owned(), limit_ms))
 }
 
-/// `None` where there are no limits.
+/// Computes the goodput of a run, or `None` if there are no limits.
 pub fn of(samples: &[Sample], span: Span, limits: &Limits) -> Option<Goodput> {
     if limits.is_empty() {
         return None;
@@ -44,7 +46,8 @@ pub fn of(samples: &[Sample], span: Span, limits: &Limits) -> Option<Goodput> {
     })
 }
 
-/// What a request does not have, such as a time per later token where there was but one token, it cannot miss.
+/// Returns whether a request is within the limits. A measure that it lacks, such as TPOT with a single token,
+/// is never exceeded.
 fn keeps(sample: &Sample, limits: &Limits) -> bool {
     let measured = MEASURES.iter().filter_map(|(name, measure)| limits.get(*name).zip(measure(sample)));
     measured.into_iter().all(|(&limit_ms, time)| super::milliseconds(time) <= limit_ms)

@@ -1,21 +1,21 @@
-//! Requests in flight over the time of a run.
+//! The number of requests in flight over time.
 //!
-//! Invariant: a thinned curve keeps the greatest and the least value and the mean of each of its pieces.
+//! Invariant: a downsampled curve keeps the maximum, minimum and mean of each interval.
 
 use std::time::Duration;
 
 use super::{POINTS_MAX, Span, seconds};
 use crate::sample::Sample;
 
-/// How many requests were in flight when: a step function.
+/// The number of requests in flight as a step function of time.
 #[derive(Clone, Debug)]
 pub struct InFlight {
-    /// From each time on so many, until the next; times ascend, the last value is 0.
+    /// Start time and value of each step; times ascend, and the last value is 0.
     steps: Vec<(Duration, usize)>,
 }
 
 impl InFlight {
-    /// A request is in flight from when it was sent first until it was over.
+    /// Builds the step function. A request is in flight from its first send until its end.
     pub fn of(samples: &[Sample]) -> Self {
         let mut turns: Vec<(Duration, isize)> =
             samples.iter().flat_map(|s| [(s.sent, 1), (s.ended.max(s.sent), -1)]).collect();
@@ -32,19 +32,19 @@ impl InFlight {
         Self { steps }
     }
 
-    /// Most at once.
+    /// Returns the maximum.
     pub fn peak(&self) -> usize {
         self.steps.iter().map(|step| step.1).max().unwrap_or(0)
     }
 
-    /// The mean over the span; 0 when it has no length.
+    /// Returns the mean over the span, or 0 if the span is empty.
     pub fn mean(&self, span: Span) -> f64 {
         let area: f64 =
             pieces(&self.steps, span).map(|(length, live)| length.as_secs_f64() * live as f64).sum();
         span.per_second(area)
     }
 
-    /// The curve, of [`POINTS_MAX`] points at most.
+    /// Returns the curve as (seconds, requests), downsampled to at most [`POINTS_MAX`] points.
     pub fn curve(&self) -> Vec<(f64, f64)> {
         let (&[(begin, _), .., (end, last)], true) = (self.steps.as_slice(), self.steps.len() > POINTS_MAX)
         else {
@@ -52,9 +52,9 @@ impl InFlight {
         };
         let (mut curve, mut steps) = (Vec::new(), self.steps.as_slice());
         let whole = Span { begin, end };
-        // Two points for each piece, and one for the end.
+        // Two points per interval, and one for the end.
         for piece in whole.pieces((POINTS_MAX - 1) / 2) {
-            // The step that holds when the piece begins stays the first.
+            // Drops the steps that end before the interval begins.
             let passed = steps.partition_point(|step| step.0 <= piece.begin).saturating_sub(1);
             steps = &steps[passed..];
             curve.extend(two_steps(steps, piece));
@@ -64,7 +64,7 @@ impl InFlight {
     }
 }
 
-/// How long each value holds within the span.
+/// Returns the duration and the value of each step within the span.
 fn pieces(steps: &[(Duration, usize)], span: Span) -> impl Iterator<Item = (Duration, usize)> {
     let ends = steps.iter().skip(1).map(|step| step.0).chain([Duration::MAX]);
     steps
@@ -75,8 +75,8 @@ fn pieces(steps: &[(Duration, usize)], span: Span) -> impl Iterator<Item = (Dura
         .map(move |(step, end)| (end.min(span.end) - step.0.max(span.begin), step.1))
 }
 
-/// The greatest and the least value of a piece, each for as long as leaves the mean as it was; that which is nearer
-/// to where the piece begins comes first.
+/// Reduces an interval to its maximum and minimum, with durations that preserve the mean. If the first value
+/// is at most the last one, the minimum comes first.
 fn two_steps(steps: &[(Duration, usize)], piece: Span) -> Vec<(f64, f64)> {
     let held: Vec<(f64, f64)> =
         pieces(steps, piece).map(|(length, live)| (seconds(length), live as f64)).collect();
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_short_run_is_told_step_by_step() {
-        // The second begins when the first ends; the third is over at once.
+        // The second begins when the first ends; the third ends at once.
         let samples = [
             completed(0, 10, &[20]),
             completed(0, 20, &[30]),
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(in_flight.curve(), expected);
         assert_eq!(in_flight.peak(), 2);
         assert!((in_flight.mean(Span { begin: ms(10), end: ms(30) }) - 23.0 / 20.0).abs() < 1e-12);
-        // Half of the time before the first request, and the first half of its own.
+        // The 5 ms before the first request and the first 5 ms of it.
         assert!((in_flight.mean(Span { begin: ms(5), end: ms(15) }) - 0.5).abs() < 1e-12);
         assert_eq!(in_flight.mean(Span { begin: ms(10), end: ms(10) }), 0.0);
         assert_eq!(InFlight::of(&[]).curve(), []);
@@ -147,14 +147,14 @@ mod tests {
         assert_eq!(peak as usize, in_flight.peak());
         assert!(peak > 500.0);
         assert_eq!(curve.last(), Some(&(in_flight.steps.last().unwrap().0.as_secs_f64(), 0.0)));
-        // Each request adds its own length to the area.
+        // Each request adds its duration to the area.
         let whole: f64 = samples.iter().map(|s| (s.ended - s.sent).as_secs_f64()).sum();
         assert!((area(&curve) / whole - 1.0).abs() < 1e-6, "{} and {whole}", area(&curve));
         let before = |at: f64| {
             let until: Vec<_> = curve.iter().copied().filter(|point| point.0 <= at).collect();
             area(&[until.as_slice(), &[(at, 0.0)]].concat())
         };
-        // Wherever it is cut, the area is wrong by no more than one piece of a 199th is high.
+        // Up to any time, the area is off by at most that of one of the 199 intervals.
         for cut in [10.0, 33.3, 49.9, 77.7] {
             let in_time = |s: &Sample| (s.ended.as_secs_f64().min(cut) - s.sent.as_secs_f64()).max(0.0);
             let exact: f64 = samples.iter().map(in_time).sum();

@@ -1,6 +1,6 @@
-//! Samples to figures: latencies with exact percentiles, throughput, counts.
+//! Computes the report of a run from its samples: latencies with exact percentiles, throughput, counts.
 //!
-//! Invariant: latency runs from when a request was due, so that no lateness is lost, whoever's it is.
+//! Invariant: latency is measured from a request's due time, so that it includes all delays before the send.
 
 mod span;
 mod stats;
@@ -34,38 +34,38 @@ use span::Span;
 pub use stats::{Stats, percentile};
 pub(crate) use stats::{milliseconds, seconds};
 
-/// Points of a curve at most.
+/// Maximum number of points of a curve.
 const POINTS_MAX: usize = 400;
 
 impl Sample {
-    /// How late the generator sent the request.
+    /// Returns the delay between the due time and the first send.
     pub fn lateness(&self) -> Duration {
         self.sent.saturating_sub(self.scheduled)
     }
 
-    /// Time to first token; `None` when none came.
+    /// Returns the time to first token, or `None` if no token was received.
     pub fn ttft(&self) -> Option<Duration> {
         self.deliveries.first().map(|delivery| delivery.at().saturating_sub(self.scheduled))
     }
 
-    /// Time to the last token; `None` when none came.
+    /// Returns the time to the last token, or `None` if no token was received.
     pub fn e2e(&self) -> Option<Duration> {
         self.deliveries.last().map(|delivery| delivery.at().saturating_sub(self.scheduled))
     }
 
-    /// Mean time per token after the first; `None` when there was no more than one.
+    /// Returns the mean time per token after the first, or `None` if there is at most one token.
     pub fn tpot(&self) -> Option<Duration> {
         let after_first = self.output_len.checked_sub(1).filter(|&n| n > 0)?;
         Some(self.e2e()?.saturating_sub(self.ttft()?) / after_first)
     }
 
-    /// The gaps between events that brought tokens.
+    /// Returns the gaps between events with tokens.
     pub fn itls(&self) -> impl Iterator<Item = Duration> {
         self.deliveries.windows(2).map(|pair| pair[1].at().saturating_sub(pair[0].at()))
     }
 }
 
-/// The report of a run.
+/// Computes the report of a run.
 pub fn report(settings: &Settings, record: &Record, limits: &Limits) -> RunReport {
     let samples = record.samples.as_slice();
     let (span, in_flight) = (Span::of(samples), InFlight::of(samples));
@@ -99,7 +99,7 @@ pub fn report(settings: &Settings, record: &Record, limits: &Limits) -> RunRepor
     report
 }
 
-/// `YYYYMMDD-HHMMSS`, in UTC; a clock beyond any calendar counts as 1970.
+/// Formats a time as `YYYYMMDD-HHMMSS` in UTC; times outside the supported range become 1970.
 fn utc_date(at: SystemTime) -> String {
     Timestamp::try_from(at).unwrap_or_default().strftime("%Y%m%d-%H%M%S").to_string()
 }
@@ -189,7 +189,7 @@ mod tests {
         let failures: Vec<_> =
             counts.failures.iter().map(|(kind, of)| (kind.as_str(), of.count, of.first.as_str())).collect();
         assert_eq!(failures, [("early close", 1, "the second"), ("status 500", 2, "out of luck")]);
-        // Of the completed alone, but lateness of all.
+        // Latencies cover completed requests only, but lateness covers all.
         assert_eq!(latencies.ttft.as_ref().unwrap().stats.max, 150.0);
         assert_eq!(latencies.e2el.as_ref().unwrap().stats.mean, 1250.0);
         assert_eq!(latencies.itl.as_ref().unwrap().stats.median, 1050.0);
@@ -201,7 +201,8 @@ mod tests {
         let samples = vec![
             completed(0, 100, &[200, 300, 1300]),
             Sample { outcome: Outcome::HungUp, ..completed(0, 160, &[2100]) },
-            // No token came, so no prompt was read; and the run was over before this request.
+            // No token was received, so the prompt is not counted, and the run ends with the last token
+            // before it.
             Sample { ended: ms(9000), ..failed(0, 170) },
         ];
         let report = report_of(samples);
@@ -209,7 +210,7 @@ mod tests {
         assert_eq!((report.input_throughput, report.output_throughput), (10.0, 2.0));
         assert_eq!((report.request_throughput, report.peak_output_tokens_per_s), (0.5, 2));
         assert_eq!(report.peak_concurrency, 3);
-        // In flight within the two seconds: 1200, 1940 and 1930 ms.
+        // Durations in flight within the two seconds: 1200, 1940 and 1930 ms.
         assert!((report.mean_concurrency - 5.07 / 2.0).abs() < 1e-12);
         assert!((report.overlap - 5.07 / 6.0).abs() < 1e-12);
         assert_eq!(report.series.in_flight.last(), Some(&(9.0, 0.0)));
@@ -236,7 +237,7 @@ mod tests {
         assert!((report.duration_s - 21.1).abs() < 1e-12);
         assert!((report.mean_concurrency - 32.0 * 5.6 / 21.1).abs() < 1e-9);
         assert!((report.overlap - 5.6 / 21.1).abs() < 1e-9);
-        // One each 500 ms, and each for 5.6 s.
+        // One request every 500 ms, each taking 5.6 s.
         assert_eq!(report.peak_concurrency, 12);
     }
 

@@ -1,6 +1,6 @@
-//! What was planned, in the words of a report.
+//! The plan of a run as shown in its report.
 //!
-//! Invariant: no key and no other secret of the settings is in them.
+//! Invariant: the plan report contains no API key or other secret of the settings.
 
 use url::Url;
 
@@ -15,7 +15,7 @@ use crate::{
     run::Settings,
 };
 
-/// What was planned.
+/// Builds the plan report from the settings of a run.
 pub fn report(settings: &Settings) -> PlanReport {
     let Settings { load, arrivals, target, .. } = settings;
     PlanReport {
@@ -32,11 +32,11 @@ pub fn report(settings: &Settings) -> PlanReport {
     }
 }
 
-/// The URL without what a user may have put before its host.
+/// Returns the URL without user name and password.
 pub fn shown_url(text: &str) -> String {
     match Url::parse(text) {
         Ok(mut url) if !url.username().is_empty() || url.password().is_some() => {
-            // A URL that has them can lose them.
+            // Removing credentials from a URL that has them cannot fail.
             let _ = url.set_username("").and_then(|()| url.set_password(None));
             url.to_string()
         }
@@ -47,24 +47,24 @@ pub fn shown_url(text: &str) -> String {
 fn prompt(load: &Load) -> String {
     let otherwise = match &load.prompts {
         Prompts::Ids { .. } | Prompts::Words => load.prompt.to_string(),
-        Prompts::Texts(_) => "of the texts".to_owned(),
+        Prompts::Texts(_) => "from the texts".to_owned(),
     };
     traced(load, |entry| entry.prompt_len, otherwise)
 }
 
 fn output(load: &Load) -> String {
-    let otherwise = load.output.map_or("of the texts".to_owned(), |length| length.to_string());
+    let otherwise = load.output.map_or("from the texts".to_owned(), |length| length.to_string());
     traced(load, |entry| entry.output_len, otherwise)
 }
 
-/// A trace's lengths go first, where it has them.
+/// Describes the source of a length: the trace where its entries have one, else `otherwise`.
 fn traced(load: &Load, length: fn(&Entry) -> Option<u32>, otherwise: String) -> String {
     let entries = load.trace.as_deref().unwrap_or_default();
     let traced = entries.iter().filter(|entry| length(entry).is_some()).count();
     match traced {
         0 => otherwise,
-        _ if traced == entries.len() => "of the trace".to_owned(),
-        _ => format!("of the trace, else {otherwise}"),
+        _ if traced == entries.len() => "from the trace".to_owned(),
+        _ => format!("from the trace, else {otherwise}"),
     }
 }
 
@@ -87,14 +87,14 @@ mod tests {
     #[test]
     fn where_lengths_come_from_is_told() {
         let mut load = Load { output: Some(Length::Fixed(7)), ..settings().load };
-        let told = |load: &Load| (prompt(load), output(load));
-        assert_eq!(told(&load), ("4".into(), "7".into()));
+        let lengths = |load: &Load| (prompt(load), output(load));
+        assert_eq!(lengths(&load), ("4".into(), "7".into()));
         load.trace = Some([entry(Some(1), None), entry(None, None)].into());
-        assert_eq!(told(&load), ("of the trace, else 4".into(), "7".into()));
+        assert_eq!(lengths(&load), ("from the trace, else 4".into(), "7".into()));
         load.trace = Some([entry(Some(1), Some(2))].into());
-        assert_eq!(told(&load), ("of the trace".into(), "of the trace".into()));
+        assert_eq!(lengths(&load), ("from the trace".into(), "from the trace".into()));
         load = Load { prompts: Prompts::Texts([].into()), trace: None, output: None, ..load };
-        assert_eq!(told(&load), ("of the texts".into(), "of the texts".into()));
+        assert_eq!(lengths(&load), ("from the texts".into(), "from the texts".into()));
     }
 
     #[test]

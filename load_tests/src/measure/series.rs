@@ -1,4 +1,4 @@
-//! When output tokens came: the progress of a run, and tokens per second.
+//! Output tokens over time: the progress of a run, and tokens per second.
 //!
 //! Invariant: every curve adds up to the output tokens of the report.
 
@@ -7,11 +7,11 @@ use std::{collections::BTreeMap, time::Duration};
 use super::{POINTS_MAX, Span, seconds};
 use crate::sample::Sample;
 
-/// Pieces that the rate of tokens is told for.
+/// Maximum number of intervals of the throughput curve.
 const RATE_PIECES: usize = 150;
 
-/// When output tokens came, and how many, request after request. Where the server counted a request's tokens otherwise
-/// than they were seen to come, its count is spread over what was seen.
+/// Returns the times and numbers of output tokens received, request by request. If the server's token count
+/// differs from the tokens seen in events, its count is distributed over the events in proportion.
 pub fn arrivals_of_tokens(samples: &[Sample]) -> impl Iterator<Item = (Duration, f64)> {
     samples.iter().flat_map(|sample| {
         let seen: u64 = sample.deliveries.iter().map(|delivery| u64::from(delivery.tokens())).sum();
@@ -20,7 +20,8 @@ pub fn arrivals_of_tokens(samples: &[Sample]) -> impl Iterator<Item = (Duration,
     })
 }
 
-/// Each moment at which tokens came, ascending, and the share of all that had come by then.
+/// Returns the times at which tokens were received, ascending, with the fraction of all tokens received by
+/// then.
 pub fn progress(samples: &[Sample]) -> Vec<(Duration, f64)> {
     let mut progress: Vec<(Duration, f64)> = arrivals_of_tokens(samples).collect();
     progress.sort_unstable_by_key(|point| point.0);
@@ -33,7 +34,7 @@ pub fn progress(samples: &[Sample]) -> Vec<(Duration, f64)> {
     progress
 }
 
-/// The same as a curve from 0 to 1, of [`POINTS_MAX`] points at most.
+/// Returns the progress as a curve from 0 to 1, downsampled to at most [`POINTS_MAX`] points.
 pub fn progress_curve(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
     let moments = samples.iter().map(|sample| sample.deliveries.len()).sum::<usize>();
     if moments == 0 {
@@ -47,7 +48,7 @@ pub fn progress_curve(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
     points.into_iter().map(|(at, share)| (seconds(at), share)).collect()
 }
 
-/// The share at the end of each of equal pieces; tokens need not be sorted for it.
+/// Returns the fraction received at the end of each of equal intervals, without sorting the tokens.
 fn progress_by_pieces(samples: &[Sample], span: Span) -> Vec<(Duration, f64)> {
     let mut points: Vec<(Duration, f64)> =
         span.pieces(POINTS_MAX - 1).map(|piece| (piece.end, 0.0)).collect();
@@ -59,18 +60,18 @@ fn progress_by_pieces(samples: &[Sample], span: Span) -> Vec<(Duration, f64)> {
     points
 }
 
-/// Numbers of tokens to the share that had come.
+/// Replaces token counts by the cumulative fraction of all tokens.
 fn accumulate(points: &mut [(Duration, f64)]) {
     let mut sum = 0.0;
     for point in points.iter_mut() {
         sum += point.1;
         point.1 = sum;
     }
-    // Nothing came where the sum is 0, and all of it is there.
+    // With no tokens, the progress is complete by definition.
     points.iter_mut().for_each(|point| point.1 = if sum > 0.0 { point.1 / sum } else { 1.0 });
 }
 
-/// Output tokens per second: a step function whose last point ends its last step.
+/// Returns the output tokens per second as a step function; the last point marks the end of the last step.
 pub fn output_throughput(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
     let moments = samples.iter().map(|sample| sample.deliveries.len()).sum::<usize>();
     if moments == 0 || span.length().is_zero() {
@@ -86,7 +87,8 @@ pub fn output_throughput(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
     pieces.iter().map(|piece| seconds(piece.begin)).zip(rates).chain(last).collect()
 }
 
-/// Most output tokens that came within one second, in whole seconds from the start of the run.
+/// Returns the maximum number of output tokens received within one of the whole seconds since the start of
+/// the run.
 pub fn peak_per_second(samples: &[Sample]) -> u64 {
     let mut tokens: BTreeMap<u64, f64> = BTreeMap::new();
     for (at, count) in arrivals_of_tokens(samples) {
@@ -103,7 +105,7 @@ mod tests {
         sample::Delivery,
     };
 
-    /// `count` requests of 50 tokens, one each millisecond, the requests 20 ms apart.
+    /// Returns `count` requests, 20 ms apart, with 50 tokens at intervals of 1 ms.
     fn many(count: u64) -> Vec<Sample> {
         let tokens = |sent: u64| (1..=50).map(|token| sent + token).collect::<Vec<_>>();
         (0..count).map(|i| completed(i * 20, i * 20, &tokens(i * 20))).collect()
@@ -121,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_count_of_the_server_is_spread_over_what_was_seen() {
-        // Two events, in which the server put nine tokens; and two tokens of another request.
+        // Two events in which the server counted nine tokens, and two tokens of another request.
         let mut samples = [completed(0, 0, &[100, 1200]), completed(0, 0, &[1300, 1400])];
         samples[0].output_len = 9;
         assert_eq!(peak_per_second(&samples), 7);
@@ -149,7 +151,7 @@ mod tests {
         assert_eq!(curve.len(), RATE_PIECES + 1);
         let tokens: f64 = curve.windows(2).map(|pair| (pair[1].0 - pair[0].0) * pair[0].1).sum();
         assert!((tokens - 5000.0).abs() < 1e-6, "{tokens}");
-        // In between, 50 tokens each 20 ms.
+        // Away from the ends, 50 tokens arrive every 20 ms.
         let middle = &curve[10..140];
         assert!(middle.iter().all(|point| (2000.0..3000.0).contains(&point.1)), "{middle:?}");
     }
@@ -160,7 +162,7 @@ mod tests {
         let span = Span::of(&samples);
         assert_eq!((progress_curve(&samples, span), output_throughput(&samples, span)), (vec![], vec![]));
         assert_eq!(peak_per_second(&samples), 0);
-        // All at the very moment of the first send.
+        // All tokens at the time of the first send.
         let at_once = vec![completed(7, 7, &[7]); 500];
         let span = Span::of(&at_once);
         assert_eq!(progress_curve(&at_once, span).last(), Some(&(0.007, 1.0)));

@@ -1,4 +1,4 @@
-//! Stretches of a run's time.
+//! Time intervals of a run.
 //!
 //! Invariant: a span does not end before it begins.
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::seconds;
 use crate::sample::Sample;
 
-/// A stretch of the run's time.
+/// A time interval of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
     pub begin: Duration,
@@ -15,23 +15,24 @@ pub struct Span {
 }
 
 impl Span {
-    /// From the first send to the last token; without length when no token came.
+    /// Returns the span from the first send to the last token; it is empty if no token was received.
     pub fn of(samples: &[Sample]) -> Self {
         let begin = samples.iter().map(|sample| sample.sent).min().unwrap_or_default();
         let last = samples.iter().filter_map(|sample| sample.deliveries.last()).max();
         Self { begin, end: last.map_or(begin, |last| last.at().max(begin)) }
     }
 
+    /// Returns the length of the span.
     pub fn length(self) -> Duration {
         self.end - self.begin
     }
 
-    /// So much per second of the span; 0 when it has no length.
+    /// Returns `amount` divided by the length in seconds, or 0 if the span is empty.
     pub fn per_second(self, amount: f64) -> f64 {
         if self.length().is_zero() { 0.0 } else { amount / seconds(self.length()) }
     }
 
-    /// Equal pieces, to the nanosecond.
+    /// Splits the span into `count` intervals, equal to the nanosecond.
     pub fn pieces(self, count: usize) -> impl Iterator<Item = Span> {
         let nanos = self.length().as_nanos();
         let edge = move |i: usize| {

@@ -1,6 +1,6 @@
-//! Distributions: exact figures of all values, and a histogram for pictures.
+//! Distributions: exact statistics of all values, and a histogram for plots.
 //!
-//! Invariant: a percentile is that of the values themselves, never of a histogram or a sample.
+//! Invariant: percentiles are computed from all values, never from a histogram or a subset.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::Distribution;
 
-/// The distribution of one measure, in milliseconds.
+/// Statistics of one measure, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
     pub mean: f64,
     pub median: f64,
-    /// Of the whole population, not an estimate from a sample.
+    /// Population standard deviation.
     pub std: f64,
     pub p90: f64,
     pub p95: f64,
@@ -23,7 +23,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// `None` when there are no values.
+    /// Computes the statistics of `values`, or returns `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
         Self::of_sorted(&sorted_ms(values))
     }
@@ -36,7 +36,7 @@ impl Stats {
         Some(Self { mean, median, std: variance.sqrt(), p90, p95, p99, max })
     }
 
-    /// Each figure with its name in reports.
+    /// Returns each statistic with its name in reports.
     pub fn named(&self) -> [(&'static str, f64); 7] {
         [
             ("mean", self.mean),
@@ -51,45 +51,54 @@ impl Stats {
 }
 
 impl Distribution {
-    /// `None` when there are no values.
+    /// Computes the statistics of `values`, or returns `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
         let sorted = sorted_ms(values);
         Some(Self { stats: Stats::of_sorted(&sorted)?, histogram: histogram(&sorted) })
     }
 }
 
-/// The percentile of ascending values, of which there is at least one. Between two ranks it is interpolated,
-/// as most statistics libraries do by default.
+/// Returns a percentile of ascending values, linearly interpolated between ranks, as numpy does by default.
+///
+/// # Panics
+///
+/// Panics if `sorted` is empty or `percent` is not within 0 and 100.
 pub fn percentile(sorted: &[f64], percent: f64) -> f64 {
-    assert!(!sorted.is_empty() && (0.0..=100.0).contains(&percent), "no such percentile; this is a bug");
+    assert!(
+        !sorted.is_empty() && (0.0..=100.0).contains(&percent),
+        "percentile {percent} of {} values",
+        sorted.len()
+    );
     let rank = percent / 100.0 * (sorted.len() - 1) as f64;
     let (low, high) = (sorted[rank.floor() as usize], sorted[rank.ceil() as usize]);
     low + (high - low) * rank.fract()
 }
 
-/// In milliseconds, ascending. There may be tens of millions: eight bytes each, and sorted where they are.
+/// Converts to milliseconds and sorts ascending. There may be tens of millions of values, so the sort is in
+/// place.
 fn sorted_ms(values: impl IntoIterator<Item = Duration>) -> Vec<f64> {
     let mut sorted: Vec<f64> = values.into_iter().map(milliseconds).collect();
     sorted.sort_unstable_by(f64::total_cmp);
     sorted
 }
 
-/// Within 104 days the nearest number to the duration, so that its nanoseconds are to be had back.
+/// Converts a duration to milliseconds. Up to 104 days, rounding the result recovers the exact nanoseconds.
 pub fn milliseconds(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e6
 }
 
-/// The same in seconds.
+/// Converts a duration to seconds.
 pub fn seconds(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e9
 }
 
-/// The occupied buckets of ascending values in milliseconds, of which there is at least one.
+/// Returns the non-empty buckets of ascending values in milliseconds, of which there must be at least one:
+/// the upper bound and count of each.
 fn histogram(sorted: &[f64]) -> Vec<(f64, u64)> {
     let nanos = |ms: f64| (ms * 1e6).round() as u64;
-    let high = nanos(*sorted.last().expect("there are values; anything else is a bug"));
-    let mut histogram = Histogram::<u64>::new_with_max(high.max(2), 2)
-        .expect("2 is a number of digits that it takes; anything else is a bug");
+    let high = nanos(*sorted.last().expect("there is at least one value"));
+    let mut histogram =
+        Histogram::<u64>::new_with_max(high.max(2), 2).expect("2 significant digits are valid");
     sorted.iter().for_each(|&ms| histogram.saturating_record(nanos(ms)));
     histogram
         .iter_recorded()
@@ -106,7 +115,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// The k-th smallest by counting, no sorting.
+    /// Returns the k-th smallest value by counting, without sorting.
     fn kth_smallest(values: &[f64], k: usize) -> f64 {
         let is_kth = |&&x: &&f64| {
             let below = values.iter().filter(|&&v| v < x).count();
@@ -120,11 +129,11 @@ mod tests {
     fn percentiles_agree_with_brute_force() {
         let mut draws = Draws::new(1, Purpose::Request(0));
         for count in 1..60u32 {
-            // Few distinct values, so that ties occur.
+            // Few distinct values cause ties.
             let values: Vec<f64> = (0..count).map(|_| f64::from(draws.between(0, 20))).collect();
             let stats = Stats::of(values.iter().map(|&value| ms(value as u64))).unwrap();
             for (percent, got) in [(50, stats.median), (90, stats.p90), (95, stats.p95), (99, stats.p99)] {
-                // Whole numbers: rank = hundredths / 100 exactly.
+                // Integer arithmetic: rank = hundredths / 100 exactly.
                 let hundredths = percent * (count as usize - 1);
                 let (low, part) = (hundredths / 100, hundredths % 100);
                 let next = kth_smallest(&values, (low + 1).min(values.len() - 1));
@@ -155,7 +164,7 @@ mod tests {
     #[test]
     fn every_value_lies_within_one_percent_below_the_end_of_its_bucket() {
         let mut draws = Draws::new(2, Purpose::Request(0));
-        // From nanoseconds to hours, each magnitude as often as the next.
+        // Log-uniform from nanoseconds to hours.
         let mut nanos: Vec<u64> = (0..5000).map(|_| 10f64.powf(draws.unit() * 13.0) as u64).collect();
         nanos.extend([0, 0, 1, 1, 127, 128]);
         let distribution = Distribution::of(nanos.iter().map(|&nanos| Duration::from_nanos(nanos))).unwrap();

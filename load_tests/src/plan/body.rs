@@ -1,13 +1,13 @@
-//! A request as the JSON of its endpoint.
+//! Serialization of a request to the JSON body of its endpoint.
 //!
-//! Invariant: it is written straight from the request: nothing of the prompt is copied on the way.
+//! Invariant: the body is written directly from the request, without an intermediate copy of the prompt.
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value};
 
 use super::requests::{Endpoint, Prompt, Request};
 
-/// What goes into a body.
+/// The inputs of a request body.
 pub(super) struct Body<'a> {
     pub request: &'a Request,
     pub endpoint: Endpoint,
@@ -16,15 +16,16 @@ pub(super) struct Body<'a> {
 }
 
 impl Body<'_> {
+    /// Serializes the body.
     pub fn json(&self) -> String {
         let prompt_bytes = match &self.request.prompt {
-            // Most ids have five digits or six, and a comma.
+            // Most ids have five or six digits, and a comma.
             Prompt::Ids(ids) => ids.len() * 7,
             Prompt::Text(text) => text.len() + text.len() / 16,
         };
         let mut json = Vec::with_capacity(prompt_bytes + 512);
-        serde_json::to_writer(&mut json, self).expect("plain data becomes JSON; anything else is a bug");
-        String::from_utf8(json).expect("JSON is UTF-8; anything else is a bug")
+        serde_json::to_writer(&mut json, self).expect("plain data can be serialized");
+        String::from_utf8(json).expect("JSON is valid UTF-8")
     }
 }
 
@@ -39,12 +40,12 @@ impl Serialize for Body<'_> {
         }
         fields.ours("max_tokens", &request.output_len)?;
         fields.ours("temperature", &request.temperature)?;
-        // Servers read seeds as signed numbers.
+        // Servers parse seeds as signed integers.
         fields.ours("seed", &(request.seed & i64::MAX as u64))?;
         fields.ours("stream", &true)?;
         fields.ours("stream_options", &StreamOptions { include_usage: true })?;
         fields.ours("return_token_ids", &true)?;
-        // Some servers refuse what they do not know, so this is only said where it says something.
+        // Some servers reject unknown fields, so this one is sent only when needed.
         if request.ignore_eos {
             fields.ours("ignore_eos", &true)?;
         }
@@ -52,7 +53,7 @@ impl Serialize for Body<'_> {
     }
 }
 
-/// Our fields, but those that `extra` has too; then those of `extra` that are not null.
+/// Serializes the standard fields except those overridden in `extra`, then the non-null fields of `extra`.
 struct Fields<'a, M> {
     map: M,
     extra: &'a Map<String, Value>,
@@ -80,7 +81,7 @@ struct Message<'a> {
 impl<'a> Message<'a> {
     fn of(prompt: &'a Prompt) -> Self {
         let Prompt::Text(content) = prompt else {
-            panic!("a load of ids was not checked against the chat endpoint; this is a bug");
+            panic!("prompts of token ids are rejected for the chat endpoint by LoadSpec::check");
         };
         Message { role: "user", content }
     }
@@ -152,7 +153,7 @@ mod tests {
             "not_there": null, "stream_options": {"include_usage": true, "continuous_usage_stats": true},
         });
         let text = request(Prompt::Text("a".into())).body(Endpoint::Chat, "m", extra.as_object().unwrap());
-        // A field that came twice would be ambiguous to the server.
+        // A duplicate field would be ambiguous.
         assert_eq!((text.matches("temperature").count(), text.matches("stream_options").count()), (1, 1));
         let body: Value = serde_json::from_str(&text).unwrap();
         for gone in ["max_tokens", "return_token_ids", "not_there"] {

@@ -1,22 +1,23 @@
-//! The load's random numbers: arrival gaps, lengths, prompts, who hangs up.
+//! Seeded random number streams for arrival gaps, lengths, prompts and hang-ups.
 //!
-//! Invariant: what one purpose draws depends on the seed and the purpose, not on what any other drew.
+//! Invariant: the numbers of one purpose depend only on the seed and the purpose, not on the use of other
+//! streams.
 
 use mainstem_kernels::random::philox;
 use rand::RngCore;
 
-/// What the numbers are for; each has a stream of its own. Those with a number are about the request of that index,
-/// but `Prefix`, whose number is a group's.
+/// The purpose of a random number stream; each purpose has its own stream. The number of a variant is a
+/// request index, except for `Prefix`, where it is the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     Arrivals,
-    /// The request itself: what its prompt says.
+    /// The content of a request's prompt.
     Request(u64),
     PromptLength(u64),
     OutputLength(u64),
-    /// Which group's prefix the prompt begins with.
+    /// The prefix group of a request.
     Group(u64),
-    /// What the prompts of a group begin with.
+    /// The prefix shared by the prompts of a group.
     Prefix(u64),
     HangUp(u64),
     SlowReader(u64),
@@ -24,7 +25,7 @@ pub enum Purpose {
     Key(u64),
 }
 
-/// Bits of a stream's number that hold the purpose's own; the rest tell the purposes apart.
+/// Number of low bits of a stream number that hold the index; the remaining bits identify the purpose.
 const INDEX_BITS: u32 = 56;
 
 impl Purpose {
@@ -41,12 +42,12 @@ impl Purpose {
             Purpose::Model(index) => (8, index),
             Purpose::Key(index) => (9, index),
         };
-        assert!(index < 1 << INDEX_BITS, "no run has {index} requests; this is a bug");
+        assert!(index < 1 << INDEX_BITS, "the index {index} exceeds {INDEX_BITS} bits");
         kind << INDEX_BITS | index
     }
 }
 
-/// A stream of random numbers, the same for the same seed and purpose.
+/// A stream of random numbers, determined by the seed and the purpose (Philox, counter-based).
 #[derive(Clone, Debug)]
 pub struct Draws {
     seed: u64,
@@ -55,11 +56,13 @@ pub struct Draws {
 }
 
 impl Draws {
+    /// Creates the stream of a purpose, positioned at its first word.
     pub fn new(seed: u64, purpose: Purpose) -> Self {
         Self { seed, stream: purpose.stream(), drawn: 0 }
     }
 
-    /// The stream from its word number `drawn` on. All but the distributions of libraries draw a word at a time.
+    /// Returns the stream positioned at word `drawn`. Every method consumes one word, but `rand_distr`
+    /// distributions may consume several.
     pub fn skipping(self, drawn: u64) -> Self {
         Self { drawn, ..self }
     }
@@ -71,20 +74,20 @@ impl Draws {
         u64::from(words[0]) | u64::from(words[1]) << 32
     }
 
-    /// Uniform in [0, 1), with 53 random bits.
+    /// Returns a uniform number in [0, 1) with 53 random bits.
     pub fn unit(&mut self) -> f64 {
         (self.word() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// Uniform among `low..=high`.
+    /// Returns a uniform integer in `low..=high`.
     pub fn between(&mut self, low: u32, high: u32) -> u32 {
-        assert!(low <= high, "{low} is above {high}; this is a bug");
+        assert!(low <= high, "empty range {low}..={high}");
         let count = u128::from(high - low) + 1;
         low + ((u128::from(self.word()) * count) >> 64) as u32
     }
 }
 
-/// For the distributions of `rand_distr`.
+/// Makes the stream usable with the distributions of `rand_distr`.
 impl RngCore for Draws {
     fn next_u32(&mut self) -> u32 {
         self.word() as u32

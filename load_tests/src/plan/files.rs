@@ -1,21 +1,21 @@
-//! Files of prompts and traces: read whole, within a bound, and lines of JSON taken apart.
+//! Reading of prompt and trace files: bounded whole-file reads, and JSON lines.
 //!
-//! Invariant: a fault of a file is told with its line, and no content of a file ends the program.
+//! Invariant: an error in a file's content is reported with its line, and no content causes a panic.
 
 use std::{fs::File, io::Read, path::Path};
 
 use anyhow::{Context, anyhow, ensure};
 use serde_json::Value;
 
-/// Larger files are refused before they fill the memory.
+/// Maximum size of a file in bytes.
 const BYTES_MAX: u64 = 1 << 30;
 
-/// The text of `file`, less a byte order mark. Errors do not name the file.
+/// Reads the text of `file` without a byte order mark. Errors do not name the file.
 pub(super) fn read_text(file: &Path) -> anyhow::Result<String> {
     text_within(File::open(file).context("cannot be opened")?, BYTES_MAX)
 }
 
-/// Reads no further than the bound: what a pipe or a device holds is not known beforehand.
+/// Reads at most `bytes_max` bytes, because the size of a pipe or a device is not known in advance.
 fn text_within(source: impl Read, bytes_max: u64) -> anyhow::Result<String> {
     let mut bytes = Vec::new();
     source.take(bytes_max + 1).read_to_end(&mut bytes).context("cannot be read")?;
@@ -30,12 +30,12 @@ fn text_within(source: impl Read, bytes_max: u64) -> anyhow::Result<String> {
     })
 }
 
-/// The JSON value of each line that is not empty, with the line's number.
+/// Parses each non-empty line as a JSON value. Returns it with the line number.
 pub(super) fn json_lines(content: &str) -> impl Iterator<Item = anyhow::Result<(usize, Value)>> {
     let lines = content.lines().enumerate().map(|(index, line)| (index + 1, line.trim()));
     lines.filter(|(_, line)| !line.is_empty()).map(|(number, line)| {
         let value = serde_json::from_str(line).map_err(|error| {
-            // The library counts lines from the one that it was given.
+            // serde_json counts lines from the start of the text that it parses.
             let place = format!(" at line {} column {}", error.line(), error.column());
             let message = error.to_string();
             let message = message.strip_suffix(&place).unwrap_or(&message);
@@ -45,13 +45,13 @@ pub(super) fn json_lines(content: &str) -> impl Iterator<Item = anyhow::Result<(
     })
 }
 
-/// A file that a test wrote; removed when it is dropped.
+/// A file written by a test, removed on drop.
 #[cfg(test)]
 pub(super) struct Written(std::path::PathBuf);
 
 #[cfg(test)]
 impl Written {
-    /// `name` is of one test alone.
+    /// Writes the file. `name` must be unique among the tests.
     pub fn new(name: &str, content: impl AsRef<[u8]>) -> Self {
         let path = std::env::temp_dir().join(format!("mainstem-load-{}-{name}", std::process::id()));
         std::fs::write(&path, content).unwrap();
@@ -82,7 +82,7 @@ mod tests {
     fn the_bound_is_the_last_length_that_is_read() {
         assert_eq!(text_within(&b"four"[..], 4).unwrap(), "four");
         assert_eq!(refused(text_within(&b"fives"[..], 4)), "is larger than 4 bytes");
-        // A source without an end.
+        // An endless source.
         assert_eq!(refused(text_within(std::io::repeat(b'a'), 9)), "is larger than 9 bytes");
     }
 
@@ -99,13 +99,13 @@ mod tests {
         let values: Vec<_> = json_lines("{}\r\n\n 7 \n").map(Result::unwrap).collect();
         assert_eq!(values, [(1, serde_json::json!({})), (3, serde_json::json!(7))]);
         let deep = format!("1\n{}", "[".repeat(100_000));
-        for (content, said) in [
+        for (content, expected) in [
             ("1\n\n{\"a\": }", "line 3, column 7: expected value"),
             ("1\n{\"a\": 1e999}", "line 2, column 11: number out of range"),
             ("1\n{} {}", "line 2, column 4: trailing characters"),
             (deep.as_str(), "line 2, column 128: recursion limit exceeded"),
         ] {
-            assert_eq!(refused(json_lines(content).collect::<Result<Vec<_>, _>>()), said);
+            assert_eq!(refused(json_lines(content).collect::<Result<Vec<_>, _>>()), expected);
         }
     }
 }

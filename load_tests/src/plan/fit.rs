@@ -1,12 +1,13 @@
-//! How well drawn numbers fit the distribution that they are meant to have; for tests.
+//! Goodness-of-fit tests of random numbers, for tests.
 //!
-//! Invariant: the distributions' CDFs come from a library that none of the drawing is done with.
+//! Invariant: the CDFs come from a different library than the random numbers.
 
-/// The Kolmogorov-Smirnov distance at which a fit is refused with a wrong verdict once in 1000, times the root of
-/// the number of values. Seeds are fixed, so a test with it passes always or never.
+/// Critical Kolmogorov-Smirnov distance at significance level 0.001, times the square root of the number of
+/// values. Seeds are fixed, so a test that uses it is deterministic.
 pub const CRITICAL: f64 = 1.9495;
 
-/// The largest distance between the values' empirical distribution and a continuous one.
+/// Returns the Kolmogorov-Smirnov distance between the empirical distribution of `values` and a continuous
+/// one.
 pub fn ks(values: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -18,7 +19,8 @@ pub fn ks(values: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
     sorted.iter().enumerate().map(distance).fold(0.0, f64::max)
 }
 
-/// The same of whole numbers; `cdf` is the probability of at most so many.
+/// Returns the Kolmogorov-Smirnov distance for a discrete distribution; `cdf` is the probability of a value
+/// of at most its argument.
 pub fn ks_whole(values: &[u32], cdf: impl Fn(u32) -> f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();

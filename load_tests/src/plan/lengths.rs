@@ -1,6 +1,6 @@
-//! Numbers of tokens: fixed, uniform, lognormal.
+//! Distributions of lengths in tokens: fixed, uniform, lognormal.
 //!
-//! Invariant: a length that was read, and what is drawn from it, is within 1 and `LENGTH_MAX`.
+//! Invariant: a parsed length, and every length sampled from it, is between 1 and `LENGTH_MAX`.
 
 use std::{fmt, str::FromStr};
 
@@ -8,17 +8,17 @@ use rand_distr::{Distribution, LogNormal};
 
 use super::draws::Draws;
 
-/// A number of tokens; at least 1. Text forms: `128`; `128-512`, uniform; `lognormal:MEDIAN:SIGMA` or
-/// `lognormal:MEDIAN:SIGMA:MAX`.
+/// A distribution of lengths in tokens, at least 1. Text forms: `128`; `128-512`, uniform;
+/// `lognormal:MEDIAN:SIGMA` or `lognormal:MEDIAN:SIGMA:MAX`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Length {
     Fixed(u32),
-    /// Uniform among `low..=high`.
+    /// Uniform in `low..=high`.
     Uniform {
         low: u32,
         high: u32,
     },
-    /// exp(N(ln median, sigma²)), rounded, and held within `1..=max`.
+    /// exp(N(ln median, sigma²)), rounded and clamped to `1..=max`.
     Lognormal {
         median: f64,
         sigma: f64,
@@ -26,25 +26,26 @@ pub enum Length {
     },
 }
 
-/// More than any model's context; keeps a slip of the hand from filling the memory.
+/// Maximum length: more than the context of any model, but small enough that a typo does not exhaust memory.
 pub const LENGTH_MAX: u32 = 10_000_000;
 
-/// With more, nearly every length is 1 or the bound.
+/// Maximum sigma: above it, nearly every length is 1 or the maximum.
 const SIGMA_MAX: f64 = 10.0;
 
 impl Length {
+    /// Samples a length.
     pub fn draw(self, draws: &mut Draws) -> u32 {
         match self {
             Length::Fixed(length) => length,
             Length::Uniform { low, high } => draws.between(low, high),
             Length::Lognormal { median, sigma, max } => {
-                let lengths = LogNormal::new(median.ln(), sigma).expect("sigma is finite; this is a bug");
+                let lengths = LogNormal::new(median.ln(), sigma).expect("sigma is finite");
                 lengths.sample(draws).round().clamp(1.0, f64::from(max)) as u32
             }
         }
     }
 
-    /// The most it can be.
+    /// Returns the maximum length.
     pub fn max(self) -> u32 {
         match self {
             Length::Fixed(length) => length,
@@ -69,7 +70,7 @@ impl FromStr for Length {
         let (low, high) = text.split_once('-').unwrap_or((text, text));
         let (low, high) = (parse_tokens(low)?, parse_tokens(high)?);
         if low > high {
-            return Err(format!("'{text}' ends below its beginning: expected LOW-HIGH"));
+            return Err(format!("'{text}' is an empty range: expected LOW-HIGH"));
         }
         Ok(if low == high { Length::Fixed(low) } else { Length::Uniform { low, high } })
     }
@@ -119,7 +120,7 @@ mod tests {
 
     const N: u64 = 20_000;
 
-    /// As a load draws them: each from a stream of its own.
+    /// Samples lengths as a load does: each from its own stream.
     fn drawn(length: &str) -> Vec<u32> {
         let length: Length = length.parse().unwrap();
         (0..N).map(|index| length.draw(&mut Draws::new(8, Purpose::PromptLength(index)))).collect()

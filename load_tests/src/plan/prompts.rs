@@ -1,7 +1,7 @@
-//! What prompts are made of.
+//! Prompt sources.
 //!
-//! Invariant: with the same seed, the prompts of a group begin with the same `shared` tokens or words, and what
-//! follows at a place does not depend on how long that beginning is.
+//! Invariant: with the same seed, the prompts of a group begin with the same `shared` tokens or words, and
+//! the tokens at later positions do not depend on the length of that prefix.
 
 use std::sync::Arc;
 
@@ -11,47 +11,48 @@ use super::{
     words::WORDS,
 };
 
-/// Where prompts come from.
+/// The source of prompts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompts {
-    /// Token ids drawn from `0..vocab` (at least 1). A completions endpoint that takes ids is needed.
+    /// Random token ids in `0..vocab` (`vocab` is at least 1). Requires a completions endpoint that accepts
+    /// ids.
     Ids { vocab: u32 },
-    /// English words drawn from a list of the program; a length is a number of words.
+    /// Random English words from a built-in list; a length is a number of words.
     Words,
-    /// Texts of a file (at least one), drawn at random. What a group shares are words of the list before them.
+    /// Random texts of a file (at least one). A group's shared prefix consists of words of the built-in list.
     Texts(Arc<[Text]>),
 }
 
-/// A text of a file.
+/// A prompt read from a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Text {
     pub prompt: String,
-    /// Tokens of the prompt; an estimate where there was no tokenizer to count them.
+    /// Number of prompt tokens; an estimate if there was no tokenizer.
     pub prompt_len: u32,
-    /// Tokens of the answer that the file has, where it has one.
+    /// Number of tokens of the recorded answer, if there is one.
     pub output_len: Option<u32>,
 }
 
-/// The prompt of one request.
+/// The prompt generated for one request.
 pub(super) struct Drawn {
     pub prompt: Prompt,
-    /// Tokens or words.
+    /// Length in tokens or words.
     pub len: u32,
-    /// Tokens of the answer that belongs to a text.
+    /// Number of tokens of the recorded answer to a text.
     pub output_len: Option<u32>,
 }
 
-/// The random numbers of one prompt.
+/// The parameters that determine the random numbers of one prompt.
 pub(super) struct Source {
     pub seed: u64,
     pub index: u64,
     pub group: u64,
-    /// Tokens or words that are the group's.
+    /// Length of the group's prefix in tokens or words.
     pub shared: u32,
 }
 
 impl Prompts {
-    /// The prompt of this source; `len` tokens or words long, unless it is a file's text.
+    /// Generates the prompt of a request, `len` tokens or words long unless it is a text of a file.
     pub(super) fn draw(&self, source: &Source, len: u32) -> Drawn {
         match self {
             Prompts::Ids { vocab } => {
@@ -78,7 +79,7 @@ impl Prompts {
 }
 
 impl Source {
-    /// `len` numbers below `bound`: first the group's, then this request's own.
+    /// Returns `len` numbers below `bound`: first those of the group, then those of the request.
     fn numbers(&self, bound: u32, len: u32) -> impl Iterator<Item = u32> {
         let shared = self.shared.min(len);
         let mut group = Draws::new(self.seed, Purpose::Prefix(self.group));
@@ -86,13 +87,13 @@ impl Source {
         (0..len).map(move |place| if place < shared { &mut group } else { &mut own }.between(0, bound - 1))
     }
 
-    /// The request's own numbers from this one on.
+    /// Returns the stream of the request's own numbers, starting at number `from`.
     fn own(&self, from: u32) -> Draws {
         Draws::new(self.seed, Purpose::Request(self.index)).skipping(u64::from(from))
     }
 }
 
-/// The words of these numbers, then `rest`, with spaces between.
+/// Joins the words with these numbers and `rest` with spaces.
 fn join(numbers: impl Iterator<Item = u32>, rest: String) -> String {
     let mut numbers = numbers.peekable();
     if numbers.peek().is_none() {

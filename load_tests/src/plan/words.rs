@@ -1,8 +1,9 @@
-//! The words that prompts of words are made of.
+//! The word list of random text prompts.
 //!
-//! Invariant: the words are distinct, of small letters alone; the order is part of what a seed means.
+//! Invariant: the words are distinct and lower-case; the order must not change, because seeded prompts depend
+//! on it.
 
-/// Common English words.
+/// Common English words, in the order used by seeded prompts.
 pub(super) const WORDS: [&str; 714] = [
     "able", "about", "above", "across", "act", "add", "after", "again", "age", "ago", "agree", "air", "all",
     "along", "also", "always", "among", "amount", "animal", "answer", "any", "appear", "apple", "area",

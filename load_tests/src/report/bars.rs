@@ -1,14 +1,15 @@
-//! Curves as bars of block characters, for terminals.
+//! Bar charts of block characters for terminals.
 //!
-//! Invariant: a bar is as high as the greatest value of its stretch of time, and one that is not 0 can be seen.
+//! Invariant: a bar shows the maximum of its time interval, and a non-zero bar is visible.
 
-/// A bar's top, in eighths of a line.
+/// Block characters by height in eighths of a line.
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// Columns and lines of a chart.
+/// Width and height of a chart in characters.
 const CHART: (usize, usize) = (100, 8);
 
-/// A step function over seconds, with its title above, its axes labelled; empty when there is no curve.
+/// Renders a step function over seconds with a title and labelled axes. Returns an empty string if there is
+/// no curve.
 pub fn chart(title: &str, curve: &[(f64, f64)]) -> String {
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return String::new() };
     let (width, height) = CHART;
@@ -23,7 +24,7 @@ pub fn chart(title: &str, curve: &[(f64, f64)]) -> String {
     format!("\n{title}\n{}{axis}", bars.collect::<String>())
 }
 
-/// The greatest values of a step function within `columns` equal stretches of its time.
+/// Returns the maxima of a step function over `columns` equal time intervals.
 pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
     let length = last.0 - first.0;
@@ -34,7 +35,7 @@ pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
     let mut greatest = vec![0.0f64; columns];
     for step in curve.windows(2) {
         let (begin, end) = (column(step[0].0).min(columns - 1), column(step[1].0));
-        // A step that ends where a column begins is not in it.
+        // A step that ends exactly at the start of a column is not part of it.
         let ends_within = step[1].0 > first.0 + length * end as f64 / columns as f64;
         let end = if ends_within { end + 1 } else { end }.clamp(begin + 1, columns);
         greatest[begin..end].iter_mut().for_each(|value| *value = value.max(step[0].1));
@@ -42,7 +43,7 @@ pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
     greatest
 }
 
-/// Lines from top to bottom; the greatest value is as high as all of them.
+/// Renders values as lines from top to bottom; the maximum fills the full height.
 pub fn lines(values: &[f64], height: usize) -> Vec<String> {
     let greatest = values.iter().copied().fold(0.0, f64::max);
     let eighths = |value: f64| match value / greatest {

@@ -1,6 +1,6 @@
-//! Samples as CSV: a line per request, and a line per event with tokens.
+//! CSV output: one line per request, one line per event with tokens, progress, and durations.
 //!
-//! Invariant: times are exact to the nanosecond; a field that a request has no value for is empty.
+//! Invariant: times are exact to the nanosecond; a missing value is an empty field.
 
 use std::{io::Write, time::Duration};
 
@@ -31,7 +31,7 @@ const REQUEST_COLUMNS: [&str; 16] = [
     "message",
 ];
 
-/// One line per request sent.
+/// Writes one line per request sent.
 pub fn requests(record: &Record, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(REQUEST_COLUMNS)?;
@@ -70,7 +70,7 @@ fn request(sample: &Sample, model: &str) -> [String; REQUEST_COLUMNS.len()] {
     ]
 }
 
-/// One line per event that brought tokens.
+/// Writes one line per event with tokens.
 pub fn tokens(record: &Record, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(["request", "event", "at_s", "tokens", "since_due_ms", "gap_ms"])?;
@@ -92,7 +92,8 @@ pub fn tokens(record: &Record, out: impl Write) -> anyhow::Result<()> {
     Ok(writer.flush()?)
 }
 
-/// The progress of the run as Flover writes it: each moment at which tokens came, and the share of all that had come.
+/// Writes the progress of the run in Flover's format: each time at which tokens were received, and the
+/// fraction of all tokens received by then.
 pub fn progress(record: &Record, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(["at_ms", "share"])?;
@@ -102,7 +103,7 @@ pub fn progress(record: &Record, out: impl Write) -> anyhow::Result<()> {
     Ok(writer.flush()?)
 }
 
-/// How long each completed request took since it was due, in the order in which they ended.
+/// Writes the end-to-end latency of each completed request, in order of completion.
 pub fn elapsed(record: &Record, out: impl Write) -> anyhow::Result<()> {
     let mut completed: Vec<&Sample> =
         record.samples.iter().filter(|sample| sample.outcome == Outcome::Completed).collect();
@@ -134,7 +135,7 @@ mod tests {
         record
     }
 
-    /// The lines of a table, each by column.
+    /// Reads a CSV table back as lines of (column, field) pairs.
     fn table(write: impl Fn(&mut Vec<u8>) -> anyhow::Result<()>) -> Vec<Vec<(String, String)>> {
         let mut bytes = Vec::new();
         write(&mut bytes).unwrap();

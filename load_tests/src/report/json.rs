@@ -1,6 +1,6 @@
-//! The report as JSON under the names of `vllm bench serve`, so that plots and scripts made for it read ours.
+//! The report as JSON with the field names of `vllm bench serve`, so that scripts made for it can read it.
 //!
-//! Invariant: what [`json`] wrote, [`read`] reads back to the last bit.
+//! Invariant: [`read`] restores exactly the report that [`json`] wrote.
 
 use anyhow::Context;
 use serde::Deserialize;
@@ -13,26 +13,26 @@ use crate::{
     sample::{Outcome, Sample},
 };
 
-/// One object: the names of `vllm bench serve`, and under `load_tests` the whole report. With `samples`, lists of one
-/// entry per request sent, by index, come too.
+/// Serializes a report to one object: the fields of `vllm bench serve`, and the whole report under
+/// `load_tests`. With `samples`, lists with one entry per request sent, by index, are added.
 pub fn json(report: &RunReport, samples: Option<&Record>) -> Value {
     let mut object = plan_keys(report);
     object.extend(count_keys(report));
     object.extend(throughput_keys(report));
     object.extend(latency_keys(report));
     object.extend(samples.map(|record| detail_keys(&record.samples)).unwrap_or_default());
-    let whole = serde_json::to_value(report).expect("a report has no keys but texts; anything else is a bug");
+    let whole = serde_json::to_value(report).expect("all map keys of a report are strings");
     object.insert("load_tests".into(), whole);
     Value::Object(object)
 }
 
-/// Reads what [`json`] wrote.
+/// Reads a report written by [`json`].
 pub fn read(text: &str) -> anyhow::Result<RunReport> {
     #[derive(Deserialize)]
     struct File {
         load_tests: RunReport,
     }
-    let file: File = serde_json::from_str(text).context("this is not a report of a run")?;
+    let file: File = serde_json::from_str(text).context("not a report of a run")?;
     Ok(file.load_tests)
 }
 
@@ -85,7 +85,7 @@ fn throughput_keys(report: &RunReport) -> Map<String, Value> {
     }))
 }
 
-/// Null where nothing was measured.
+/// Returns the latency fields; null if nothing was measured.
 fn latency_keys(report: &RunReport) -> Map<String, Value> {
     let nothing = Stats { mean: 0.0, median: 0.0, std: 0.0, p90: 0.0, p95: 0.0, p99: 0.0, max: 0.0 };
     let mut keys = Map::new();
@@ -97,7 +97,7 @@ fn latency_keys(report: &RunReport) -> Map<String, Value> {
     keys
 }
 
-/// Times in seconds, 0 where there is none.
+/// Returns the per-request lists. Times are in seconds; a missing time is 0.
 fn detail_keys(samples: &[Sample]) -> Map<String, Value> {
     let list = |value: fn(&Sample) -> Value| samples.iter().map(value).collect::<Vec<_>>();
     object(json!({
@@ -115,7 +115,7 @@ fn detail_keys(samples: &[Sample]) -> Map<String, Value> {
     }))
 }
 
-/// As `vllm bench serve` writes what is infinite.
+/// Serializes a number; infinity is written as `"inf"`, like `vllm bench serve` does.
 fn number(value: f64) -> Value {
     if value.is_finite() { json!(value) } else { json!("inf") }
 }
@@ -123,7 +123,7 @@ fn number(value: f64) -> Value {
 fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,
-        _ => unreachable!("only objects are passed; this is a bug"),
+        _ => unreachable!("the value is a JSON object"),
     }
 }
 
@@ -208,7 +208,7 @@ mod tests {
     fn reports_are_read_back_to_the_last_bit() {
         let endless = Settings { arrivals: Arrivals::Constant { gap: ms(3) }, ..settings() };
         let at_once = Settings { arrivals: Arrivals::AllAtOnce, ..settings() };
-        // Values that have no short decimal form.
+        // Values without a short decimal form.
         let thirds = record((0..300).map(|i| completed(i, i, &[i * i + 7, i * i * i + 1000])).collect());
         let limits = Limits::from([("e2el".to_owned(), 0.1 + 0.2)]);
         for settings in [settings(), endless, at_once] {

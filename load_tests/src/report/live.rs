@@ -1,6 +1,6 @@
-//! How a run goes, while it goes: two lines on a terminal.
+//! The live display of a run: two lines on the terminal.
 //!
-//! Invariant: nothing is written unless standard error is a terminal, and nothing of it stays.
+//! Invariant: nothing is written unless standard error is a terminal, and the display is cleared at the end.
 
 use std::{
     io::IsTerminal,
@@ -18,40 +18,41 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::bars;
 use crate::run::Progress;
 
-/// Between two drawings.
+/// Interval between two updates.
 const TICK: Duration = Duration::from_millis(200);
 
-/// Columns of the curve at most.
+/// Maximum number of columns of the chart.
 const COLUMNS: usize = 60;
 
-/// Draws until it is dropped.
+/// A live display that is updated until it is dropped.
 #[derive(Debug)]
 pub struct Live {
     drawing: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
-/// What is to be seen of a run, of which `planned` requests are known beforehand, or none.
+/// The state of the display.
 #[derive(Debug)]
 struct Watch {
     label: String,
     planned: Option<usize>,
-    /// When it was looked at within the last second, and the tokens that had come.
+    /// Times and token counts of the updates within the last second.
     tokens: Vec<(Duration, u64)>,
     in_flight: History,
 }
 
-/// Most requests in flight in equal stretches of the run so far.
+/// The maximum number of requests in flight in equal intervals of the run so far.
 #[derive(Debug, Default)]
 struct History {
     columns: Vec<f64>,
-    /// Looks that a column stands for, as a power of 2.
+    /// Base-2 logarithm of the number of updates per column.
     doublings: u32,
-    /// Looks so far.
+    /// Number of updates so far.
     looks: usize,
 }
 
 impl Live {
-    /// Shows a run of `planned` requests, where that is known, under its label. Draws only where standard error is a terminal.
+    /// Starts the display of a run of `planned` requests, if known, with its label. Does nothing unless
+    /// standard error is a terminal.
     pub fn start(progress: Arc<Progress>, planned: Option<usize>, label: &str) -> Self {
         let drawing = std::io::stderr().is_terminal().then(|| {
             let watch = Watch::new(planned, label);
@@ -67,13 +68,13 @@ impl Drop for Live {
     fn drop(&mut self) {
         if let Some((keep, thread)) = self.drawing.take() {
             drop(keep);
-            // Were it to have panicked, there would be nothing left to clear.
+            // After a panic of the thread there is nothing left to clear.
             let _ = thread.join();
         }
     }
 }
 
-/// Draws each `tick` until the other end of the channel is gone, and clears what it drew.
+/// Updates the display every `tick` until the channel is closed, then clears it.
 fn draw(
     progress: &Progress,
     mut watch: Watch,
@@ -82,7 +83,7 @@ fn draw(
     kept: &mpsc::Receiver<()>,
 ) {
     let style = ProgressStyle::with_template("{msg}");
-    let style = style.expect("the template is well formed; anything else is a bug");
+    let style = style.expect("the template is valid");
     let bar = ProgressBar::with_draw_target(None, target).with_style(style);
     let began = Instant::now();
     loop {
@@ -99,7 +100,7 @@ impl Watch {
         Self { label, planned, tokens: Vec::new(), in_flight: History::default() }
     }
 
-    /// The two lines at a time since the beginning.
+    /// Records the counts at a time since the start and returns the two lines of the display.
     fn look(&mut self, progress: &Progress, now: Duration) -> String {
         let [sent, in_flight, completed, failed, hung_up] =
             [&progress.sent, &progress.in_flight, &progress.completed, &progress.failed, &progress.hung_up]
@@ -117,10 +118,10 @@ impl Watch {
         )
     }
 
-    /// Over the last second, or since the beginning.
+    /// Returns the token rate over the last second, or since the start if that is less.
     fn tokens_per_s(&mut self, tokens: u64, now: Duration) -> f64 {
         self.tokens.push((now, tokens));
-        // The last look that is a second old stays, for the second begins there.
+        // Keeps the last update that is at least a second old: the interval starts there.
         let old = self.tokens.iter().filter(|look| now - look.0 >= Duration::from_secs(1)).count();
         self.tokens.drain(..old.saturating_sub(1));
         let (since, before) = self.tokens[0];
@@ -164,7 +165,7 @@ mod tests {
         assert!(look(0, 0, 0).starts_with("poisson 0 s: 0/10 sent, 0 completed, 0 failed, 0 tok/s\n"));
         assert!(look(500, 1, 100).contains(" 200 tok/s"));
         assert!(look(1000, 2, 200).contains(" 200 tok/s"));
-        // A second ago there were 100.
+        // The count one second earlier was 100.
         let later = look(1500, 4, 1100);
         assert!(later.starts_with("poisson 1 s: 4/10 sent") && later.contains(" 1000 tok/s"), "{later}");
         assert!(later.ends_with("     4 in flight  ▂▄█"), "{later}");
@@ -180,11 +181,11 @@ mod tests {
         }
         assert!(history.columns.len() > COLUMNS / 2 - 1);
         let peaks: Vec<usize> = (0..history.columns.len()).filter(|&i| history.columns[i] == 99.0).collect();
-        // Its place within the whole is kept too.
+        // Its position is kept too.
         assert_eq!(peaks, [1234 >> history.doublings]);
     }
 
-    /// A terminal that keeps all that is ever written to it, and where lines were cleared.
+    /// A terminal that records everything written to it, including cleared lines.
     #[derive(Clone, Debug, Default)]
     struct Paper(Arc<Mutex<String>>);
 
@@ -225,7 +226,7 @@ mod tests {
         let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
         let (keep, kept) = mpsc::channel();
         let (end, ended) = mpsc::channel();
-        // The next drawing would be in an hour.
+        // The next update would be in an hour.
         let tick = Duration::from_secs(3600);
         let drawing = move || {
             draw(&Progress::default(), Watch::new(Some(3), "x"), target, tick, &kept);

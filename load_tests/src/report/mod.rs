@@ -1,7 +1,7 @@
-//! The figures of a run as one value that every form is made from: table, JSON, CSV, HTML.
+//! The report of a run, the source of all output formats: table, JSON, CSV, HTML.
 //!
-//! Invariant: the forms show what is here; nothing is computed in them but units. What is here can be saved and
-//! read again, so that reports of several runs can be made later.
+//! Invariant: output formats only convert units. A report can be saved and loaded, so that several runs can
+//! be compared later.
 
 pub mod csv;
 pub mod html;
@@ -19,29 +19,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::measure::Stats;
 
-/// One run. Times in milliseconds unless their name says otherwise.
+/// The report of one run. Times are in milliseconds unless the name says otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
-    /// What a legend calls the run.
+    /// Name of the run in legends.
     pub label: String,
-    /// When it began, `YYYYMMDD-HHMMSS`, UTC.
+    /// Start of the run as `YYYYMMDD-HHMMSS`, UTC.
     pub date: String,
     pub url: String,
     pub models: Vec<String>,
     pub plan: PlanReport,
     pub counts: Counts,
-    /// From the first send to the last token.
+    /// Seconds from the first send to the last token.
     pub duration_s: f64,
-    /// Prompt tokens of the requests that got any answer.
+    /// Prompt tokens of the requests that received any token.
     pub input_tokens: u64,
     pub output_tokens: u64,
     /// Completed requests per second.
     pub request_throughput: f64,
-    /// Tokens per second.
+    /// Prompt tokens per second.
     pub input_throughput: f64,
+    /// Output tokens per second.
     pub output_throughput: f64,
     pub goodput: Option<Goodput>,
-    /// Most output tokens within one second of the run, in whole seconds from its start.
+    /// Maximum number of output tokens within one of the whole seconds since the start of the run.
     pub peak_output_tokens_per_s: u64,
     pub peak_concurrency: usize,
     /// Requests in flight, averaged over `duration_s`.
@@ -50,35 +51,36 @@ pub struct RunReport {
     pub overlap: f64,
     pub latencies: Latencies,
     pub series: Series,
-    /// The same figures for each model, where there are several.
+    /// Metrics of each model, if there are several.
     pub by_model: Vec<ModelReport>,
-    /// The server's own account of the run, where it gives one.
+    /// The server's own metrics of the run, if available.
     pub server: Option<ServerReport>,
 }
 
-/// What was planned, in words and numbers.
+/// The plan of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanReport {
     pub requests: usize,
     /// The arrival process in its text form.
     pub arrivals: String,
-    /// A closed loop has coordinated omission by its nature; reports say so.
+    /// Whether the run was a closed loop, which is subject to coordinated omission.
     pub closed_loop: bool,
-    /// Requests per second; `None` for all at once and closed loops.
+    /// Mean requests per second; `None` for all at once and closed loops.
     pub rate: Option<f64>,
-    /// Shape of the gaps' gamma distribution: 1 for Poisson, infinite where all gaps are the same; `None` where gaps
-    /// have none.
+    /// Shape of the gamma distribution of gaps: 1 for Poisson, infinite for a constant gap; `None` if the
+    /// gaps are not gamma-distributed.
     #[serde(with = "number")]
     pub burstiness: Option<f64>,
     pub max_concurrency: Option<usize>,
-    /// Lengths in their text form, or where they come from.
+    /// Prompt length in its text form, or its source.
     pub prompt: String,
+    /// Output length in its text form, or its source.
     pub output: String,
     pub endpoint: String,
     pub seed: u64,
 }
 
-/// What became of the requests.
+/// Request counts by outcome.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Counts {
     pub planned: usize,
@@ -87,81 +89,84 @@ pub struct Counts {
     pub hung_up: usize,
     pub failed: usize,
     pub unsent: usize,
-    /// Completed requests with fewer tokens than they asked for.
+    /// Completed requests with fewer tokens than requested.
     pub short: usize,
     pub retries: u64,
     /// Failed requests by kind.
     pub failures: BTreeMap<String, Failures>,
 }
 
+/// The failures of one kind.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failures {
     pub count: usize,
-    /// What the first of them said.
+    /// Message of the first failure.
     pub first: String,
 }
 
-/// Completed requests within the limits that were given.
+/// Completed requests within the given limits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Goodput {
-    /// The limits by measure (`ttft`, `tpot`, `e2el`).
+    /// The limits in milliseconds by measure (`ttft`, `tpot`, `e2el`).
     pub limits_ms: BTreeMap<String, f64>,
     pub good: usize,
-    /// Per second.
+    /// Good requests per second.
     pub throughput: f64,
-    /// Of all requests sent, 0 to 1.
+    /// Good requests as a fraction of all requests sent, 0 to 1.
     pub share: f64,
 }
 
-/// The distributions; `None` where nothing was measured. Of completed requests, but lateness of all sent.
+/// The latency distributions of completed requests, and the lateness of all requests sent; `None` if nothing
+/// was measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Latencies {
     /// Time to first token, from when the request was due.
     pub ttft: Option<Distribution>,
     /// Mean time per token after the first, one value per request.
     pub tpot: Option<Distribution>,
-    /// Between events that brought tokens.
+    /// Time between events with tokens.
     pub itl: Option<Distribution>,
-    /// From when the request was due to its last token.
+    /// Time from when the request was due to its last token.
     pub e2el: Option<Distribution>,
-    /// How late requests were sent: the generator's own fault, or the wait for `max_concurrency`.
+    /// Delay of the send after the due time: caused by the generator itself, or by the wait for
+    /// `max_concurrency`.
     pub lateness: Option<Distribution>,
 }
 
 impl Latencies {
-    /// Each measure with its name in JSON and its name in the table.
+    /// Returns each measure with its name in JSON and its label in the table.
     pub fn named(&self) -> [(&'static str, &'static str, Option<&Distribution>); 5] {
         [
             ("ttft", "time to first token", self.ttft.as_ref()),
-            ("tpot", "time per later token", self.tpot.as_ref()),
-            ("itl", "between tokens", self.itl.as_ref()),
-            ("e2el", "end to end", self.e2el.as_ref()),
-            ("client_queue_time", "sent late by", self.lateness.as_ref()),
+            ("tpot", "time per output token", self.tpot.as_ref()),
+            ("itl", "inter-token latency", self.itl.as_ref()),
+            ("e2el", "end-to-end latency", self.e2el.as_ref()),
+            ("client_queue_time", "send delay", self.lateness.as_ref()),
         ]
     }
 }
 
-/// A distribution: exact figures, and a histogram of 2 significant digits for pictures and for merging.
+/// A distribution: exact statistics, and a histogram of 2 significant digits for plots and merging.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Distribution {
     #[serde(flatten)]
     pub stats: Stats,
-    /// The upper ends of the occupied buckets, ascending, and how many values each holds.
+    /// Upper bound and count of each non-empty bucket, ascending.
     pub histogram: Vec<(f64, u64)>,
 }
 
-/// Curves over the run's time, at most some 400 points each: seconds, value.
+/// Time series of a run as (seconds, value), with at most about 400 points each.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Series {
-    /// Requests in flight: a step function, the value holding until the next point.
+    /// Requests in flight: a step function whose value holds until the next point.
     pub in_flight: Vec<(f64, f64)>,
-    /// Share of all output tokens that had come, 0 to 1 (Flover, figure 7).
+    /// Fraction of all output tokens received, 0 to 1 (Flover, figure 7).
     pub progress: Vec<(f64, f64)>,
-    /// Output tokens per second: a step function too, whose last point ends its last step.
+    /// Output tokens per second: a step function whose last point marks the end of the last step.
     pub output_throughput: Vec<(f64, f64)>,
 }
 
-/// One of several models of a run.
+/// The results of one of several models of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelReport {
     pub model: String,
@@ -174,18 +179,19 @@ pub struct ModelReport {
     pub e2el: Option<Stats>,
 }
 
-/// Differences of the server's counters and histograms over the run, as far as known names are there (ours, vLLM's,
-/// llama.cpp's).
+/// The increase of the server's counters and histograms over the run, for known metric names (Mainstem, vLLM,
+/// llama.cpp).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServerReport {
-    /// What each figure is, in the order of the table; the client's own figure beside it where it has one.
+    /// The metrics in table order, each with the client's own value if it has one.
     pub rows: Vec<ServerRow>,
-    /// Decode steps over the run: Flover's total iterations.
+    /// Decode steps during the run: Flover's total iterations.
     pub steps: Option<u64>,
-    /// Sequences per step on the mean.
+    /// Mean number of sequences per step.
     pub sequences_per_step: Option<f64>,
 }
 
+/// A server metric, with the client's value of the same metric if there is one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServerRow {
     pub name: String,

@@ -1,6 +1,7 @@
-//! Numbers that may be infinite, which JSON has no number for: as `vllm bench serve` does, `inf` is written as a word.
+//! Serialization of numbers that may be infinite: like `vllm bench serve`, infinity is written as the string
+//! `inf`.
 //!
-//! Invariant: what is written is read back as it was.
+//! Invariant: deserialization restores the serialized value.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 

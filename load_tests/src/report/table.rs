@@ -1,17 +1,18 @@
-//! The report as a table for the terminal: plain text without colours.
+//! The report as a plain-text table for the terminal.
 //!
-//! Invariant: what a server says stays on its line and reaches the terminal without control characters.
+//! Invariant: text sent by a server stays on its line and is printed without control characters.
 
 use std::fmt::Write;
 
 use super::{Distribution, RunReport, ServerReport, bars};
 use crate::measure::Stats;
 
-/// Lateness worth a warning: so many milliseconds, or such a share of the median time to first token.
+/// Minimum p99 lateness in milliseconds that causes a warning.
 const LATE_MS: f64 = 10.0;
+/// Minimum p99 lateness that causes a warning, as a fraction of the median time to first token.
 const LATE_SHARE: f64 = 0.05;
 
-/// The table.
+/// Renders the table.
 pub fn table(report: &RunReport) -> String {
     let mut table = Table(String::new());
     table.plan(report);
@@ -39,9 +40,10 @@ impl Table {
         let RunReport { url, models, plan, .. } = report;
         self.line("server", one_line(&format!("{url}, {}, model {}", plan.endpoint, models.join(", "))));
         let rate = plan.rate.map_or(String::new(), |rate| format!(" ({rate:.2} req/s)"));
-        let at_most = plan.max_concurrency.map_or(String::new(), |most| format!(", {most} at once at most"));
+        let at_most =
+            plan.max_concurrency.map_or(String::new(), |most| format!(", at most {most} in flight"));
         self.line("arrivals", format!("{}{rate}{at_most}, seed {}", plan.arrivals, plan.seed));
-        self.line("tokens", format!("prompts {}, answers {}", plan.prompt, plan.output));
+        self.line("tokens", format!("prompts {}, outputs {}", plan.prompt, plan.output));
     }
 
     fn requests(&mut self, report: &RunReport) {
@@ -57,7 +59,7 @@ impl Table {
             self.line("failed", format!("{} x {kind}, first: {first}", failures.count));
         }
         if counts.short > 0 {
-            self.line("short answers", format!("{} with fewer tokens than asked for", counts.short));
+            self.line("short responses", format!("{} with fewer tokens than requested", counts.short));
         }
         if counts.retries > 0 {
             self.line("retries", counts.retries.to_string());
@@ -69,7 +71,7 @@ impl Table {
         let RunReport { output_throughput, output_tokens, peak_output_tokens_per_s: peak, .. } = report;
         self.line(
             "output",
-            format!("{output_throughput:.1} tok/s ({output_tokens} tokens, at most {peak} in a second)"),
+            format!("{output_throughput:.1} tok/s ({output_tokens} tokens, peak {peak} per second)"),
         );
         self.line(
             "prompts",
@@ -85,7 +87,7 @@ impl Table {
         }
         let (peak, mean, overlap) =
             (report.peak_concurrency, report.mean_concurrency, report.overlap * 100.0);
-        self.line("in flight", format!("{peak} at most, {mean:.2} on the mean, overlap {overlap:.1} %"));
+        self.line("in flight", format!("peak {peak}, mean {mean:.2}, overlap {overlap:.1} %"));
     }
 
     fn latencies(&mut self, report: &RunReport) {
@@ -135,7 +137,7 @@ impl Table {
     fn server(&mut self, server: &ServerReport) {
         self.line("", "");
         let heads = columns(["server", "client"].map(String::from));
-        self.line("server's account", heads + " (its percentiles are estimates from buckets)");
+        self.line("server metrics", heads + " (percentiles are estimated from histogram buckets)");
         for row in &server.rows {
             let client = row.client.map_or(String::new(), figure);
             let figures = columns([figure(row.server), client]);
@@ -148,20 +150,20 @@ impl Table {
             self.line("", "");
             self.line(
                 "WARNING",
-                format!("requests were sent late, p99 {p99:.2} ms, and latencies contain it:"),
+                format!("requests were sent late (p99 {p99:.2} ms), and their latencies include the delay:"),
             );
-            let waits = report.plan.max_concurrency.map_or("", |_| "they waited for others to end, or ");
-            self.line("", format!("{waits}this machine is too slow for the load"));
+            let waits = report.plan.max_concurrency.map_or("", |_| "the concurrency limit was reached, or ");
+            self.line("", format!("{waits}the client machine is too slow for the load"));
         }
         if report.plan.closed_loop {
             self.line("", "");
-            self.line("WARNING", "closed loop: while the server is slow it is asked less, so that its worst");
-            self.line("", "moments are seen by fewer requests than there would be (coordinated omission)");
+            self.line("WARNING", "closed loop: a slow server receives fewer requests, so that slow phases");
+            self.line("", "are underrepresented in the latencies (coordinated omission)");
         }
     }
 }
 
-/// The 99th percentile of lateness, where it is worth a warning.
+/// Returns the 99th percentile of lateness in milliseconds if it is large enough for a warning.
 fn late_ms(report: &RunReport) -> Option<f64> {
     let stats =
         |distribution: &Option<Distribution>| distribution.as_ref().map(|distribution| distribution.stats);
@@ -174,7 +176,7 @@ fn columns<const N: usize>(values: [String; N]) -> String {
     values.iter().map(|value| format!("{value:>11}")).collect()
 }
 
-/// Whole numbers as they are; small ones with more digits.
+/// Formats a value: whole numbers without decimals, small ones with more digits.
 fn figure(value: f64) -> String {
     match value {
         whole if whole.fract() == 0.0 => format!("{whole:.0}"),
@@ -183,7 +185,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// The text with its control characters spelled out.
+/// Escapes control characters.
 fn one_line(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for c in text.chars() {
@@ -226,14 +228,14 @@ mod tests {
         assert!(text.contains("2 completed, 1 failed, 0 hung up"), "{text}");
         assert_eq!(line(&text, "failed"), "failed               1 x status 500, first: out of luck");
         assert_eq!(line(&text, "retries"), "retries              2");
-        assert!(line(&text, "short answers").contains("1 with fewer tokens"), "{text}");
-        assert!(line(&text, "output").contains("2.5 tok/s (5 tokens, at most 3 in a second)"), "{text}");
+        assert!(line(&text, "short responses").contains("1 with fewer tokens"), "{text}");
+        assert!(line(&text, "output").contains("2.5 tok/s (5 tokens, peak 3 per second)"), "{text}");
         assert!(line(&text, "prompts").contains("10.0 tok/s (20 tokens)"), "{text}");
         assert!(
             line(&text, "goodput").contains("0.50 req/s (1 requests, 33.3 %) within ttft 200 ms"),
             "{text}"
         );
-        assert!(line(&text, "in flight").contains("2 at most, 1.50 on the mean, overlap 50.0 %"), "{text}");
+        assert!(line(&text, "in flight").contains("peak 2, mean 1.50, overlap 50.0 %"), "{text}");
         let figures: Vec<&str> = line(&text, "time to first token").split_whitespace().skip(4).collect();
         assert_eq!(figures, ["200.00", "200.00", "100.00", "280.00", "290.00", "298.00", "300.00"]);
         assert!(!text.contains("WARNING"), "{text}");
@@ -241,7 +243,7 @@ mod tests {
 
     #[test]
     fn the_chart_has_the_shape_of_the_run() {
-        // Two in flight for the first half, one for the second.
+        // Two requests in flight for the first half, one for the second.
         let text = table(&report_of(vec![completed(0, 0, &[1000]), completed(0, 0, &[2000])]));
         let chart: Vec<&str> =
             text.lines().skip_while(|line| *line != "requests in flight").skip(1).collect();
@@ -266,10 +268,10 @@ mod tests {
     fn a_late_generator_and_a_closed_loop_are_warned_of() {
         let late =
             |ms: u64| table(&report_of(vec![completed(0, ms, &[ms + 5000]), completed(0, ms, &[ms + 5000])]));
-        assert!(late(11).contains("sent late, p99 11.00 ms, and"), "{}", late(11));
+        assert!(late(11).contains("sent late (p99 11.00 ms), and"), "{}", late(11));
         assert!(!late(9).contains("WARNING"));
         let quick = table(&report_of(vec![completed(0, 3, &[40]), completed(0, 3, &[41])]));
-        assert!(quick.contains("sent late, p99 3.00 ms"), "{quick}");
+        assert!(quick.contains("sent late (p99 3.00 ms)"), "{quick}");
         let users =
             Settings { arrivals: Arrivals::Users { count: 2, think: Default::default() }, ..settings() };
         let text = table(&report(&users, &record(vec![]), &Limits::new()));

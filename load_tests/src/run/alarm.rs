@@ -1,7 +1,8 @@
-//! A clock that wakes tasks on time: the runtime's own rounds up to whole milliseconds.
+//! A timer more precise than the runtime's, which rounds up to whole milliseconds.
 //!
-//! A thread waits for the next call on a condition variable, which is punctual to some 60 µs and costs nothing
-//! meanwhile. Invariant: nobody is woken before their time.
+//! A thread waits for the next timer on a condition variable, which is accurate to about 60 µs and uses no
+//! CPU.
+//! Invariant: no task is woken before its time.
 
 use std::{
     cmp::{Ordering, Reverse},
@@ -14,7 +15,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-/// Wakes tasks of any thread.
+/// A precise timer, usable from any thread.
 #[derive(Debug)]
 pub struct Alarm {
     shared: Arc<Shared>,
@@ -33,7 +34,7 @@ struct Calls {
     over: bool,
 }
 
-/// Who is to be woken, and when.
+/// A pending timer.
 #[derive(Debug)]
 struct Call {
     at: Instant,
@@ -61,7 +62,7 @@ impl PartialEq for Call {
 impl Eq for Call {}
 
 impl Alarm {
-    /// Starts its thread.
+    /// Starts the timer thread.
     pub fn start() -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let ringing = Arc::clone(&shared);
@@ -72,7 +73,7 @@ impl Alarm {
     /// Waits until `at`.
     pub async fn sleep_until(&self, at: Instant) {
         if at > Instant::now() {
-            // The thread outlives `self`, so an answer comes.
+            // The thread outlives `self`, so the notification always arrives.
             let _ = self.shared.call(at).await;
         }
     }
@@ -105,7 +106,7 @@ impl Shared {
         rung
     }
 
-    /// The thread: until it is over, wakes everybody at their time.
+    /// Runs the timer thread until `over` is set: wakes each waiter at its time.
     fn ring_all(&self) {
         let mut calls = self.lock();
         while !calls.over {
@@ -113,7 +114,7 @@ impl Shared {
             calls = match calls.queue.peek().map(|Reverse(first)| first.at) {
                 Some(at) if at <= now => {
                     if let Some(Reverse(call)) = calls.queue.pop() {
-                        // Who does not wait any more is not missed.
+                        // The waiter may be gone.
                         let _ = call.bell.send(());
                     }
                     calls
@@ -137,17 +138,17 @@ mod tests {
     use super::*;
     use crate::run::local_runtime;
 
-    /// Waits for a bell that has to ring within seconds.
+    /// Waits up to 30 seconds for a notification.
     fn hear(bell: oneshot::Receiver<()>) -> Result<(), oneshot::error::RecvError> {
         let heard = local_runtime().unwrap().block_on(async { timeout(Duration::from_secs(30), bell).await });
-        heard.expect("the bell rings or is gone")
+        heard.expect("the timer fires or is dropped")
     }
 
     #[test]
     fn nobody_is_woken_too_early_and_a_nearer_call_goes_before_a_farther_one() {
         let alarm = Alarm::start().unwrap();
         let mut far = alarm.shared.call(Instant::now() + Duration::from_secs(3600));
-        // While one is waited for, the thread sleeps: sooner or later each of these finds it with an hour to go.
+        // The thread usually sleeps towards the far timer when these are added.
         for _ in 0..20 {
             let [near, next] = [1, 2].map(|ms| Instant::now() + Duration::from_millis(ms));
             for (time, bell) in [(near, alarm.shared.call(near)), (next, alarm.shared.call(next))] {

@@ -1,4 +1,5 @@
-//! The closed loop: each user sends a request, reads its end, thinks, and sends the next.
+//! The closed loop: each user sends a request, reads the response, waits for the think time, and sends the
+//! next.
 //!
 //! Invariant: no user has more than one request in flight.
 
@@ -12,7 +13,7 @@ use crate::{
     sample::Sample,
 };
 
-/// Lets one user begin with each of `firsts`, and go on until there is nothing more to send.
+/// Starts one user for each of `firsts`; users send requests until none is left. Returns the samples.
 pub async fn send_all(
     worker: &Rc<Worker>,
     firsts: Vec<Outgoing>,
@@ -30,7 +31,7 @@ pub async fn send_all(
     samples
 }
 
-/// One user.
+/// Runs one user. Returns the samples of its requests.
 async fn use_it(worker: Rc<Worker>, first: Outgoing, think: Duration, clock: Clock) -> Vec<Sample> {
     let (mut samples, mut ready, mut next) = (Vec::new(), Duration::ZERO, Some(first));
     while let Some(outgoing) = next {

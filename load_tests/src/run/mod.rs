@@ -1,7 +1,8 @@
-//! A whole run: an open loop, in which each request is sent when it is due, whatever became of those before it; or
-//! a closed loop of users.
+//! Execution of a run: an open loop, in which each request is sent when it is due regardless of earlier ones,
+//! or a closed loop of users.
 //!
-//! Invariant: in an open loop no request waits for another's answer: a stalled server does not hold back the load.
+//! Invariant: in an open loop no request waits for the response to another, so a stalled server does not hold
+//! back the load.
 
 mod alarm;
 mod closed;
@@ -37,49 +38,50 @@ use setup::Setup;
 use watch::watched;
 use worker::{Job, work_all};
 
-/// Everything a run is made of.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// What the run is called in reports.
+    /// Name of the run in reports; `None` uses the arrival process.
     pub label: Option<String>,
     pub target: Target,
     pub load: Load,
     pub arrivals: Arrivals,
-    /// Requests that may be in flight at once; those beyond it wait, and their wait counts. `None` knows no limit.
+    /// Maximum number of requests in flight; further requests wait, and the wait counts as latency. `None` is
+    /// unlimited.
     pub max_concurrency: Option<usize>,
-    /// Times a request is sent again when there is no connection, or the answer is 429 or 503.
+    /// Maximum retries of a request that cannot connect or is rejected with status 429 or 503.
     pub retries: u32,
-    /// Whether connections are used again.
+    /// Whether connections are reused.
     pub connections: Connections,
-    /// Threads that send and read; at least 1.
+    /// Number of client threads; at least 1.
     pub workers: usize,
-    /// Requests sent and answered before the run begins, one after the other; they count for nothing.
+    /// Number of warm-up requests, sent one after the other before the run and not measured.
     pub warmups: usize,
-    /// A request that takes longer has failed.
+    /// Timeout of a request.
     pub request_timeout: Duration,
-    /// After this time nothing more is sent, and what is in flight has failed.
+    /// Time limit of the run: no request is sent after it, and requests in flight fail.
     pub time_limit: Duration,
 }
 
-/// The server, and how it is spoken to.
+/// The server under test and how requests address it.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// Up to but without `/v1`, such as `http://127.0.0.1:8080`; `https` too.
+    /// Base URL without `/v1`, such as `http://127.0.0.1:8080`; `http` or `https`.
     pub url: String,
-    /// Empty asks the server what it serves and takes the first; otherwise requests are spread over them.
+    /// Models that requests are spread over; if empty, the first model that the server lists.
     pub models: Vec<String>,
-    /// API keys that requests are spread over. Never shown.
+    /// API keys that requests are spread over; never logged or reported.
     pub keys: Vec<Secret>,
     pub endpoint: Endpoint,
-    /// Fields that go into every body before ours.
+    /// Fields that override those of every request body.
     pub extra_body: Map<String, Value>,
-    /// A file of certificates in PEM to trust beside the system's.
+    /// PEM file of CA certificates to trust in addition to the system's.
     pub ca: Option<PathBuf>,
-    /// Where the server's Prometheus metrics are; `None` does not ask for them.
+    /// URL of the server's Prometheus metrics; `None` disables reading them.
     pub metrics_url: Option<String>,
 }
 
-/// A text that no log and no report shows.
+/// A text that is never logged or reported.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(pub String);
 
@@ -89,31 +91,31 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// Whether a connection serves one request or many.
+/// The connection policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Connections {
-    /// Each request has its own.
+    /// A new connection for each request.
     New,
-    /// An idle one is used again, as clients with a pool do.
+    /// Idle connections are reused, as in a client with a connection pool.
     Reused,
 }
 
-/// What a run leaves behind.
+/// The raw results of a run.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// The models asked for.
+    /// The models that were requested.
     pub models: Vec<String>,
-    /// When the run began.
+    /// Start of the run.
     pub began: SystemTime,
-    /// One per request sent, by index.
+    /// One sample per request sent, by index.
     pub samples: Vec<Sample>,
-    /// Requests that the time limit or an interruption left unsent.
+    /// Number of requests not sent because of the time limit or an interruption.
     pub unsent: usize,
-    /// The server's own metrics before the run and after it, where it tells them.
+    /// The server's metrics before and after the run, if available.
     pub server: Option<(Scrape, Scrape)>,
 }
 
-/// What a run has come to so far, for whoever watches; and the way to end it early.
+/// Live counts of a run, and a flag to stop it early.
 #[derive(Debug, Default)]
 pub struct Progress {
     pub sent: AtomicUsize,
@@ -122,12 +124,13 @@ pub struct Progress {
     pub failed: AtomicUsize,
     pub hung_up: AtomicUsize,
     pub tokens: AtomicU64,
-    /// Set by the watcher: nothing more is sent, and what is in flight has failed as interrupted.
+    /// Set by the observer to stop the run: no more requests are sent, and those in flight fail as
+    /// interrupted.
     pub stop: AtomicBool,
 }
 
-/// Runs the whole load. Fails only when the server cannot be found, asked for its model or warmed up, when settings
-/// name files that cannot be read or do not agree with each other, or when a thread cannot be had.
+/// Executes a run. Fails only if the server cannot be resolved, queried for its model or warmed up, if files
+/// named in the settings cannot be read, if the settings are inconsistent, or if a thread cannot be started.
 pub fn run(settings: &Settings, progress: &Progress) -> anyhow::Result<Record> {
     watched(progress, |live, stop| {
         let runtime = local_runtime()?;
@@ -149,7 +152,7 @@ pub fn run(settings: &Settings, progress: &Progress) -> anyhow::Result<Record> {
     })
 }
 
-/// What a thread runs its tasks on.
+/// Creates the single-threaded runtime of a worker.
 fn local_runtime() -> io::Result<LocalRuntime> {
     Builder::new_current_thread().enable_io().enable_time().build_local(LocalOptions::default())
 }

@@ -1,6 +1,6 @@
-//! The open loop: each request is sent when it is due, whatever became of those before it.
+//! The open loop: each request is sent when it is due, regardless of earlier ones.
 //!
-//! Invariant: while no limit is set on what is in flight, nothing here waits for an answer.
+//! Invariant: without a limit on requests in flight, sending never waits for a response.
 
 use std::{collections::VecDeque, iter::StepBy, ops::Range, rc::Rc, time::Duration};
 
@@ -12,31 +12,31 @@ use crate::{
     sample::Sample,
 };
 
-/// Requests that lie ready before they are due: enough for a burst, few enough for the memory.
+/// Maximum number of requests prepared ahead of time: enough for a burst, without using much memory.
 const AHEAD_MAX: usize = 64;
 
-/// More time than a request takes to make; with less left, none is begun.
+/// Minimum time left before the next due time to prepare a request; preparing one takes less.
 const SPARE_MIN: Duration = Duration::from_millis(2);
 
-/// Less time than the alarm needs to wake somebody.
+/// Wake-up latency of the alarm; shorter waits are spent yielding.
 const ALARM_MIN: Duration = Duration::from_micros(60);
 
-/// A worker's requests, made in the time left before they are due.
+/// The requests of a worker, prepared in the idle time before they are due.
 pub struct Ahead<'a> {
     worker: &'a Worker,
     dues: &'a [Duration],
-    /// Those not made yet.
+    /// Indices of the requests not prepared yet.
     indices: StepBy<Range<usize>>,
     ready: VecDeque<(Duration, Outgoing)>,
 }
 
 impl<'a> Ahead<'a> {
-    /// The requests of `indices`, due at the `dues` of that index.
+    /// Creates the queue of the requests of `indices`, where `dues` holds the due times of all requests.
     pub fn new(worker: &'a Worker, dues: &'a [Duration], indices: StepBy<Range<usize>>) -> Self {
         Self { worker, dues, indices, ready: VecDeque::new() }
     }
 
-    /// Makes as many as may lie ready.
+    /// Prepares requests up to the limit.
     pub fn fill(&mut self) {
         while self.make_one() {}
     }
@@ -50,7 +50,7 @@ impl<'a> Ahead<'a> {
         true
     }
 
-    /// The next request and when it is due.
+    /// Returns the next request and its due time.
     fn next(&mut self) -> Option<(Duration, Outgoing)> {
         if self.ready.is_empty() {
             self.make_one();
@@ -58,7 +58,7 @@ impl<'a> Ahead<'a> {
         self.ready.pop_front()
     }
 
-    /// Waits until `due`, and uses the time.
+    /// Waits until `due`, preparing requests in the meantime.
     async fn wait(&mut self, due: Duration, clock: Clock) {
         loop {
             let left = due.saturating_sub(clock.now());
@@ -74,7 +74,7 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// Sends all of them and reads their answers.
+/// Sends all requests of a worker and reads the responses. Returns the samples.
 pub async fn send_all(worker: &Rc<Worker>, mut ahead: Ahead<'_>, clock: Clock) -> Vec<Sample> {
     let (mut in_flight, mut samples) = (JoinSet::new(), Vec::new());
     while let Some((due, outgoing)) = ahead.next() {
@@ -95,7 +95,7 @@ pub async fn send_all(worker: &Rc<Worker>, mut ahead: Ahead<'_>, clock: Clock) -
         while let Some(end) = in_flight.try_join_next() {
             samples.push(brought(end));
         }
-        // Answers are read even while requests are late.
+        // Responses are read even while sending is behind schedule.
         yield_now().await;
     }
     while let Some(end) = in_flight.join_next().await {

@@ -1,6 +1,6 @@
-//! What comes before a run and after it: finding the service, warming it up, reading its metrics.
+//! Preparation of a run: resolving the service, warming it up, and reading its metrics.
 //!
-//! Invariant: nothing here counts for the run, and metrics that cannot be read are no failure of it.
+//! Invariant: nothing here is measured, and unreadable metrics do not fail the run.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,22 +14,22 @@ use crate::{
     scrape::Scrape,
 };
 
-/// How long the server's metrics are waited for.
+/// Timeout for reading the server's metrics.
 const SCRAPE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long, once somebody wants the run to end.
+/// Timeout for reading the server's metrics after the run was stopped.
 const SCRAPE_PATIENCE_STOPPED: Duration = Duration::from_secs(1);
 
-/// A service that is ready for a run.
+/// A service prepared for a run.
 pub struct Setup {
     service: Arc<Service>,
-    /// Where its metrics are.
+    /// The metrics endpoint.
     metrics: Option<Server>,
     stop: Stop,
 }
 
 impl Setup {
-    /// Finds the service that the settings name, and warms it up.
+    /// Resolves the service of the settings and warms it up.
     pub async fn make(settings: &Settings, stop: &Stop) -> anyhow::Result<Self> {
         let making = async {
             let target = &settings.target;
@@ -39,7 +39,7 @@ impl Setup {
             let metrics = target.metrics_url.as_deref().map(|url| Server::at(url, target.ca.as_deref()));
             let setup = Self {
                 service: Arc::new(service),
-                metrics: metrics.transpose().context("the URL of the metrics")?,
+                metrics: metrics.transpose().context("the metrics URL")?,
                 stop: stop.clone(),
             };
             setup.warm_up(settings).await?;
@@ -51,18 +51,19 @@ impl Setup {
         }
     }
 
+    /// Returns the service.
     pub fn service(&self) -> &Arc<Service> {
         &self.service
     }
 
-    /// The server's metrics as they are now, where it tells them.
+    /// Reads the server's metrics, or returns `None` if they are unavailable.
     pub async fn scrape(&self) -> Option<Scrape> {
         let patience = if self.stop.is_now() { SCRAPE_PATIENCE_STOPPED } else { SCRAPE_PATIENCE };
         let text = self.service.page(self.metrics.as_ref()?, patience).await.ok()?;
         Some(Scrape { text })
     }
 
-    /// Sends the warm-ups, one after the other.
+    /// Sends the warm-up requests one after the other. Fails when one fails.
     async fn warm_up(&self, settings: &Settings) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
         let live = Arc::new(Progress::default());
@@ -86,7 +87,8 @@ impl Setup {
     }
 }
 
-/// Requests like the run's, but others: prompts that a server has seen it may answer from its cache.
+/// Returns a load like that of the run but with different prompts, so that the server cannot serve the run
+/// from its prompt cache.
 fn warmup_load(load: &Load) -> Load {
     Load { seed: !load.seed, hangup_share: 0.0, slow_share: 0.0, ..load.clone() }
 }

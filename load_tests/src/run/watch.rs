@@ -1,7 +1,7 @@
-//! Between a run and whoever watches it: the counts go out, the word to stop comes in.
+//! Synchronization between a run and its observer: publishes the live counts and forwards the stop flag.
 //!
-//! The run's tasks share their own counts, which a thread copies over every few milliseconds.
-//! Invariant: when a run is over, the watcher's counts are the run's.
+//! The tasks of the run update private counts, which a thread copies to the observer every few milliseconds.
+//! Invariant: after the run, the observer's counts equal those of the run.
 
 use std::{
     sync::{
@@ -16,10 +16,10 @@ use tokio::sync::watch;
 
 use super::Progress;
 
-/// How often counts go out and the word to stop is looked for.
+/// Interval of copying the counts and checking the stop flag.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Tells all tasks of a run to end, on any thread.
+/// A stop signal for all tasks of a run, on any thread.
 #[derive(Clone, Debug)]
 pub struct Stop(Arc<watch::Sender<bool>>);
 
@@ -28,21 +28,23 @@ impl Stop {
         Self(Arc::new(watch::Sender::new(false)))
     }
 
+    /// Triggers the signal.
     pub fn now(&self) {
         self.0.send_replace(true);
     }
 
+    /// Returns whether the signal was triggered.
     pub fn is_now(&self) -> bool {
         *self.0.borrow()
     }
 
-    /// What becomes true when it is time.
+    /// Returns a receiver that becomes true when the signal is triggered.
     pub fn receiver(&self) -> watch::Receiver<bool> {
         self.0.subscribe()
     }
 }
 
-/// Ends the watching thread, however the run ended.
+/// A guard that ends the watcher thread on drop, even if the run panics.
 struct Over<'a> {
     over: &'a AtomicBool,
     thread: Thread,
@@ -55,7 +57,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Runs `run` with counts that `progress` shows, and a stop that follows its word.
+/// Runs `run` with live counts that are copied to `progress`, and a stop signal that follows `progress.stop`.
 pub fn watched<T>(progress: &Progress, run: impl FnOnce(&Arc<Progress>, &Stop) -> T) -> T {
     let (live, stop, over) = (Arc::new(Progress::default()), Stop::new(), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -67,7 +69,7 @@ pub fn watched<T>(progress: &Progress, run: impl FnOnce(&Arc<Progress>, &Stop) -
 
 fn watch(progress: &Progress, live: &Progress, stop: &Stop, over: &AtomicBool) {
     loop {
-        // Looked at before the counts are copied, so that the last copy is whole.
+        // Loaded before the counts are copied, so that the last copy is complete.
         let last = over.load(Relaxed);
         copy(live, progress);
         if progress.stop.load(Relaxed) {

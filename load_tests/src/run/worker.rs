@@ -1,6 +1,6 @@
-//! The threads of a run: each sends its share of the requests and reads their answers.
+//! The worker threads of a run: each sends a part of the requests and reads the responses.
 //!
-//! Invariant: every request that was sent leaves a sample, or the run fails with the reason.
+//! Invariant: every request sent yields a sample, or the run fails with the reason.
 
 use std::{
     any::Any,
@@ -31,7 +31,7 @@ use crate::{
     sample::{Outcome, Sample},
 };
 
-/// What the workers of a run share.
+/// The state shared by the workers of a run.
 pub struct Job {
     service: Arc<Service>,
     connections: Connections,
@@ -40,10 +40,10 @@ pub struct Job {
     time_limit: Duration,
     load: Load,
     schedule: Schedule,
-    /// As many as requests may be in flight; `None` knows no limit.
+    /// One permit per request that may be in flight; `None` is unlimited.
     permits: Option<Arc<Semaphore>>,
     pub alarm: Alarm,
-    /// The index of the next request that a user sends, in a closed loop.
+    /// Index of the next request of a closed loop.
     next: AtomicUsize,
     live: Arc<Progress>,
     stop: Stop,
@@ -78,7 +78,7 @@ fn semaphore(max_concurrency: usize) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(max_concurrency.clamp(1, Semaphore::MAX_PERMITS)))
 }
 
-/// Does the whole job on so many threads. Returns when it began, and the samples by index.
+/// Runs the job on `workers` threads. Returns the start time and the samples by index.
 pub fn work_all(job: &Arc<Job>, workers: usize) -> anyhow::Result<(SystemTime, Vec<Sample>)> {
     thread::scope(|scope| {
         let (ready, all_ready) = mpsc::channel();
@@ -92,13 +92,13 @@ pub fn work_all(job: &Arc<Job>, workers: usize) -> anyhow::Result<(SystemTime, V
             threads.push((thread.context("starting a thread")?, start));
         }
         drop(ready);
-        // Ends early when a worker failed: its end of the channel is gone.
+        // Ends early if a worker failed, because its sender is dropped.
         let _ = all_ready.iter().take(workers).count();
         let (began, clock) = (SystemTime::now(), Clock::start(job.request_timeout, job.time_limit));
         let threads: Vec<_> = threads
             .into_iter()
             .map(|(thread, start)| {
-                // A worker that failed shows when it is joined.
+                // The error of a failed worker is reported on join.
                 let _ = start.send(clock);
                 thread
             })
@@ -120,10 +120,10 @@ fn join_all(threads: Vec<ScopedJoinHandle<'_, anyhow::Result<Vec<Sample>>>>) -> 
 fn panicked(panic: &(dyn Any + Send)) -> anyhow::Error {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
-    anyhow!("a worker panicked: {text}; this is a bug")
+    anyhow!("a worker thread panicked (this is a bug): {text}")
 }
 
-/// Stops the whole run when the worker that holds it ends before it has done its part.
+/// A guard that stops the whole run if its worker ends before completing its part.
 struct StopUnlessDone {
     stop: Stop,
     is_done: bool,
@@ -137,7 +137,7 @@ impl Drop for StopUnlessDone {
     }
 }
 
-/// Which of `workers` a worker is, from 0.
+/// The part of the requests that one of `workers` workers sends.
 #[derive(Clone, Copy, Debug)]
 pub struct Share {
     number: usize,
@@ -145,13 +145,13 @@ pub struct Share {
 }
 
 impl Share {
-    /// This worker's part of `0..count`.
+    /// Returns this worker's part of the indices `0..count`.
     pub fn of(self, count: usize) -> StepBy<Range<usize>> {
         (self.number.min(count)..count).step_by(self.workers)
     }
 }
 
-/// A thread.
+/// Runs a worker thread. Returns its samples.
 fn work(
     job: Arc<Job>,
     share: Share,
@@ -162,16 +162,16 @@ fn work(
     let runtime = local_runtime().context("starting a runtime")?;
     let start = move || {
         let _ = ready.send(());
-        // Who waits for all to be ready must not wait for this end of the channel.
+        // The main thread must not wait for this sender any more.
         drop(ready);
-        started.recv().context("the run was given up")
+        started.recv().context("the run was aborted before it started")
     };
     let samples = runtime.block_on(Worker::new(job).work(share, start))?;
     end.is_done = true;
     Ok(samples)
 }
 
-/// One thread's share of a run.
+/// A worker: one thread of a run.
 pub struct Worker {
     pub job: Arc<Job>,
     client: Client,
@@ -184,7 +184,7 @@ impl Worker {
         Rc::new(Self { job, client })
     }
 
-    /// Makes the first requests, waits for `start` as all the others do, and works.
+    /// Prepares the first requests, waits for the common start, and sends the worker's part of the requests.
     async fn work(
         self: Rc<Self>,
         share: Share,
@@ -203,24 +203,24 @@ impl Worker {
         }
     }
 
-    /// The request of this index, made ready.
+    /// Prepares the request of this index.
     pub fn prepare(&self, index: usize) -> Outgoing {
         self.client.prepare(&self.job.load.request(index))
     }
 
-    /// The next request that nobody has taken, if there is one.
+    /// Takes and prepares the next request of a closed loop, if one is left.
     pub fn take_next(&self) -> Option<Outgoing> {
         let index = self.job.next.fetch_add(1, Relaxed);
         (index < self.job.load.requests).then(|| self.prepare(index))
     }
 
-    /// Waits until one request more may be in flight; it is while what this returns is held.
+    /// Waits until another request may be in flight. The permit must be held while it is.
     pub async fn permit(&self) -> Option<OwnedSemaphorePermit> {
         let permits = Arc::clone(self.job.permits.as_ref()?);
-        Some(permits.acquire_owned().await.expect("permits are never closed; this is a bug"))
+        Some(permits.acquire_owned().await.expect("the semaphore is never closed"))
     }
 
-    /// Waits for `what`, unless the run is over before.
+    /// Awaits `what`. Returns `None` if the run ends first.
     pub async fn unless_over<T>(&self, clock: Clock, what: impl Future<Output = T>) -> Option<T> {
         let value = tokio::select! {
             biased;
@@ -228,11 +228,11 @@ impl Worker {
             () = stopped(self.job.stop.receiver()) => None,
             value = what => Some(value),
         };
-        // The word to stop reaches one before the other, who may wait for nothing but the first one's end.
+        // The stop signal may reach another task first, and its end may be what completed `what`.
         value.filter(|_| !self.job.stop.is_now() && !clock.is_over(clock.now()))
     }
 
-    /// Sends a request now, and counts what becomes of it.
+    /// Sends a request now and updates the live counts.
     pub async fn send(&self, outgoing: Outgoing, scheduled: Duration, clock: Clock) -> Sample {
         let live = &self.job.live;
         live.sent.fetch_add(1, Relaxed);
@@ -249,7 +249,7 @@ impl Worker {
     }
 }
 
-/// What a task brought; its panic goes on in the thread that awaited it.
+/// Returns the output of a task, or resumes its panic.
 pub fn brought<T>(end: Result<T, JoinError>) -> T {
     match end {
         Ok(value) => value,

@@ -1,13 +1,14 @@
-//! Arguments of `mainstem serve` from several hands.
+//! Merging of `mainstem serve` arguments from several sources.
 //!
-//! Invariant: a flag is there once, as whoever came last has it: the program refuses flags that are given twice.
+//! Invariant: a flag of several sources is taken from the last one only, because the program rejects
+//! duplicate flags.
 
 use std::collections::HashSet;
 
 use super::{file::Variant, scale::Scale};
 
-/// The command line that serves `model`, the built-in one without, on a port of its own. In `lists`, later ones go
-/// before earlier ones, and `slots` before all.
+/// Builds the command line that serves `model` (or the built-in one) on an ephemeral port. Later lists
+/// override earlier ones, and `slots` overrides all.
 pub fn serve(model: Option<&str>, lists: &[&[String]], slots: Option<u32>) -> Vec<String> {
     let slots = slots.map(|slots| vec!["--slots".to_owned(), slots.to_string()]).unwrap_or_default();
     let own = ["--host", "127.0.0.1", "--port", "0"].map(str::to_owned);
@@ -17,7 +18,7 @@ pub fn serve(model: Option<&str>, lists: &[&[String]], slots: Option<u32>) -> Ve
     words.chain(merged(&lists)).collect()
 }
 
-/// What makes a server this variant.
+/// Returns the arguments of a variant.
 pub fn of_variant(variant: &Variant, scale: &Scale) -> Vec<String> {
     let Variant { policy, window_ms, shuffle, args, .. } = variant;
     let window = window_ms.map(|ms| format!("{:.6}ms", scale.time(ms).as_secs_f64() * 1e3));
@@ -26,7 +27,7 @@ pub fn of_variant(variant: &Variant, scale: &Scale) -> Vec<String> {
     flags.flatten().chain(args.iter().cloned()).collect()
 }
 
-/// The command line for a report: keys are kept to whoever gave them.
+/// Formats the command line for a report, with API keys hidden.
 pub fn shown(args: &[String]) -> String {
     let shown = |flag: &Vec<&str>| match name(flag) {
         secret @ "--api-key" => format!("{secret} (hidden)"),
@@ -35,7 +36,7 @@ pub fn shown(args: &[String]) -> String {
     flags(args).iter().map(shown).collect::<Vec<_>>().join(" ")
 }
 
-/// All flags with their values, in order, without those that a later list gives too.
+/// Concatenates the flags of all lists, without those overridden by a later list.
 fn merged(lists: &[&[String]]) -> Vec<String> {
     let mut given = HashSet::new();
     let mut kept: Vec<Vec<String>> = Vec::new();
@@ -48,7 +49,7 @@ fn merged(lists: &[&[String]]) -> Vec<String> {
     kept.into_iter().rev().flatten().collect()
 }
 
-/// The words of a list, each flag with its values.
+/// Splits a list into flags with their values.
 fn flags(list: &[String]) -> Vec<Vec<&str>> {
     let mut flags: Vec<Vec<&str>> = Vec::new();
     for word in list {
@@ -60,7 +61,7 @@ fn flags(list: &[String]) -> Vec<Vec<&str>> {
     flags
 }
 
-/// `--flag` of `--flag value` and of `--flag=value`.
+/// Returns `--flag` of both `--flag value` and `--flag=value`.
 fn name<'a>(flag: &[&'a str]) -> &'a str {
     flag[0].split('=').next().unwrap_or(flag[0])
 }
@@ -94,7 +95,7 @@ mod tests {
             ),
             "serve --host 127.0.0.1 --policy fused --slots 4 --kv-type=bf16 --port 81"
         );
-        // One list may say a flag twice.
+        // A flag may be repeated within one list.
         let twice = "serve --host 127.0.0.1 --port 0 --api-key a --api-key b";
         assert_eq!(line(None, &["--api-key c", "--api-key a --api-key b"], None), twice);
     }

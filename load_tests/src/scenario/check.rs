@@ -1,6 +1,6 @@
-//! What a scenario's text must be beyond its form.
+//! Validation of scenario files beyond their syntax.
 //!
-//! Invariant: whoever is refused is told the place in the text, and no number that passes overflows a time.
+//! Invariant: every error names its position in the text, and no accepted number overflows a time.
 
 use std::{collections::HashSet, ops::RangeInclusive};
 
@@ -8,11 +8,12 @@ use toml::Spanned;
 
 use super::file::{LoadPart, Process, Quantity, SOLO, Scenario, Variant, Vary, What};
 
-/// Times in milliseconds, shapes and factors are within these.
+/// Bounds of times in milliseconds, shapes and factors.
 const BOUNDS: RangeInclusive<f64> = 1e-6..=1e9;
 
-/// What is wrong, and where in the text.
+/// A validation error and its position in the text.
 pub struct Fault {
+    /// Byte offset in the text.
     pub at: usize,
     pub message: String,
 }
@@ -22,7 +23,7 @@ fn refuse<T, U>(spanned: &Spanned<T>, message: impl Into<String>) -> Result<U, F
 }
 
 impl Scenario {
-    /// Checks what the types of its fields do not.
+    /// Validates what the field types do not guarantee.
     pub fn check(&self) -> Result<(), Fault> {
         self.check_variants()?;
         self.check_numbers()?;
@@ -32,7 +33,7 @@ impl Scenario {
         let curves = self.plots.iter().flat_map(|plot| &plot.curves);
         columns.chain(curves).try_for_each(|quantity| self.check_quantity(quantity))?;
         if let (None, Some(plot)) = (&self.vary, self.plots.first()) {
-            return refuse(&plot.title, "a plot needs [vary]: its x axis is what is varied");
+            return refuse(&plot.title, "a plot needs [vary], which defines its x axis");
         }
         self.runs.iter().filter_map(|runs| runs.at.as_ref()).try_for_each(|at| self.check_row(at))
     }
@@ -42,16 +43,16 @@ impl Scenario {
         for variant in &self.variants {
             let Variant { name, policy, window_ms, .. } = variant;
             if name.get_ref().is_empty() || !names.insert(name.get_ref()) {
-                return refuse(name, "a [[variant]] needs a name of its own");
+                return refuse(name, "a [[variant]] needs a unique name");
             }
             if window_ms.is_some() != (policy.as_deref() == Some("window")) {
-                return refuse(name, "window_ms and policy = \"window\" go together");
+                return refuse(name, "window_ms and policy = \"window\" require each other");
             }
             if window_ms.is_some_and(|ms| !BOUNDS.contains(&ms)) {
-                return refuse(name, "its window_ms is too small or too large");
+                return refuse(name, "window_ms is out of range");
             }
             if self.server.url.is_some() && !variant.is_plain() {
-                return refuse(name, "a server that runs already cannot be varied");
+                return refuse(name, "a running server (url) cannot be combined with variant settings");
             }
         }
         Ok(())
@@ -68,7 +69,7 @@ impl Scenario {
         counted(&load.output_tokens, *load.output_tokens.get_ref())?;
         match &load.output_tokens_min {
             Some(min) if min.get_ref() > load.output_tokens.get_ref() => {
-                refuse(min, "must not be more than output_tokens")
+                refuse(min, "must not exceed output_tokens")
             }
             Some(min) => counted(min, *min.get_ref()),
             None => Ok(()),
@@ -79,16 +80,18 @@ impl Scenario {
         let LoadPart { process, gap_ms, shape, .. } = &self.load;
         let gap_is_varied = self.vary.as_ref().is_some_and(|vary| *vary.what.get_ref() == What::GapMs);
         match (process.get_ref(), gap_ms) {
-            (Process::All, Some(gap)) => return refuse(gap, "process \"all\" has no gaps"),
-            (Process::All, None) if gap_is_varied => return refuse(process, "\"all\" has no gaps to vary"),
+            (Process::All, Some(gap)) => return refuse(gap, "gap_ms is not allowed with process \"all\""),
+            (Process::All, None) if gap_is_varied => {
+                return refuse(process, "gap-ms cannot be varied with process \"all\"");
+            }
             (Process::All, None) => {}
-            (_, None) if !gap_is_varied => return refuse(process, "needs gap_ms beside it"),
+            (_, None) if !gap_is_varied => return refuse(process, "requires gap_ms"),
             (_, gap) => gap.iter().try_for_each(bounded)?,
         }
         match (process.get_ref(), shape) {
-            (Process::Gamma, None) => refuse(process, "needs shape beside it"),
+            (Process::Gamma, None) => refuse(process, "requires shape"),
             (Process::Gamma, Some(shape)) => bounded(shape),
-            (_, Some(shape)) => refuse(shape, "is of use with process \"gamma\" only"),
+            (_, Some(shape)) => refuse(shape, "is only allowed with process \"gamma\""),
             (_, None) => Ok(()),
         }
     }
@@ -104,11 +107,11 @@ impl Scenario {
         let is_wrong =
             |value: &&f64| !(least..=1e7).contains(*value) || must_be_whole && value.fract() != 0.0;
         if values.is_empty() {
-            return refuse(&vary.values, "there must be one at least");
+            return refuse(&vary.values, "must not be empty");
         }
         match values.iter().find(is_wrong) {
             Some(value) => {
-                refuse(&vary.values, format!("{value} cannot be: too small, too large or not whole"))
+                refuse(&vary.values, format!("{value} is invalid: too small, too large or not an integer"))
             }
             None => Ok(()),
         }
@@ -119,33 +122,34 @@ impl Scenario {
         let rows = if self.vary.is_some() { self.rows() } else { self.variants.len() };
         match (figure, paper) {
             (None, Some(paper)) if of.is_some() || over.is_some() => {
-                refuse(paper, "a paper's figures are taken as they are, without of and over")
+                refuse(paper, "paper values cannot be combined with of or over")
             }
-            (None, Some(paper)) if paper.get_ref().len() != rows => {
-                refuse(paper, format!("there are {} for {rows} rows", paper.get_ref().len()))
-            }
+            (None, Some(paper)) if paper.get_ref().len() != rows => refuse(
+                paper,
+                format!("expected {rows} values, one per row, but found {}", paper.get_ref().len()),
+            ),
             (None, Some(_)) => Ok(()),
             (Some(figure), None) => {
                 if of.is_none() && self.vary.is_some() {
-                    return refuse(name, "needs of = \"VARIANT\" beside it: rows are no variants here");
+                    return refuse(name, "requires of = \"VARIANT\", because rows are not variants");
                 }
                 of.iter().try_for_each(|of| self.check_name(of))?;
                 match over {
                     Some(over) if over.get_ref() == SOLO && !figure.is_time() => {
-                        refuse(over, "only total, latency and ttft can be put over solo")
+                        refuse(over, "only total, latency and ttft can be divided by solo")
                     }
                     Some(over) if over.get_ref() == SOLO => Ok(()),
                     over => over.iter().try_for_each(|over| self.check_name(over)),
                 }
             }
-            _ => refuse(name, "needs either figure or paper beside it"),
+            _ => refuse(name, "requires either figure or paper"),
         }
     }
 
     fn check_name(&self, name: &Spanned<String>) -> Result<(), Fault> {
         match self.variants.iter().any(|variant| variant.name() == name.get_ref()) {
             true => Ok(()),
-            false => refuse(name, format!("there is no [[variant]] called '{}'", name.get_ref())),
+            false => refuse(name, format!("there is no [[variant]] named '{}'", name.get_ref())),
         }
     }
 
@@ -153,7 +157,7 @@ impl Scenario {
         let values = self.vary.as_ref().map(|vary| vary.values.get_ref().as_slice()).unwrap_or_default();
         match values.contains(at.get_ref()) {
             true => Ok(()),
-            false => refuse(at, format!("{} is not among the values that are varied", at.get_ref())),
+            false => refuse(at, format!("{} is not one of the varied values", at.get_ref())),
         }
     }
 }
@@ -176,7 +180,7 @@ fn counted<T>(at: &Spanned<T>, number: u32) -> Result<(), Fault> {
 mod tests {
     use crate::scenario::file::{Scenario, tests::GOOD};
 
-    /// The text with this line in the place of the first one that sets the same key.
+    /// Returns the text with the first line that sets the same key replaced by `with`.
     fn changed(with: &str) -> String {
         let key = with.split('=').next().unwrap();
         let mut lines: Vec<&str> = GOOD.lines().collect();
@@ -187,57 +191,54 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_told_by_file_line_and_key() {
-        for (line, told) in [
+        for (line, expected) in [
             ("title = 5", "f:1: title: invalid type: integer"),
             ("requests = 0", "f:3: requests: must be from 1"),
             ("requests = -1", "f:3: requests: invalid value"),
             ("prompt_tokens = \"8\"", "f:4: prompt_tokens: invalid type: string"),
             ("prompt_tokens = 0", "f:4: prompt_tokens: invalid value: integer `0`"),
             ("process = \"burst\"", "f:6: process: unknown variant `burst`"),
-            ("process = \"all\"", "f:7: gap_ms: process \"all\" has no gaps"),
-            ("process = \"gamma\"", "f:6: process: needs shape"),
+            ("process = \"all\"", "f:7: gap_ms: gap_ms is not allowed with process \"all\""),
+            ("process = \"gamma\"", "f:6: process: requires shape"),
             ("gap_ms = 0", "f:7: gap_ms: must be from 0.000001"),
             ("gap_ms = nan", "f:7: gap_ms: must be from 0.000001"),
             ("solo_ms = -3", "f:9: solo_ms: must be from 0.000001"),
             ("solo_tokens = 0", "f:10: solo_tokens: must be from 1"),
             ("what = \"rate\"", "f:12: what: unknown variant `rate`"),
-            ("values = []", "f:13: values: there must be one"),
-            ("values = [1, 2.5]", "f:13: values: 2.5 cannot be"),
-            ("values = [1, 2, 3]", "f:30: paper: there are 2 for 3 rows"),
-            ("name = \"window\"", "f:18: name: a [[variant]] needs a name of its own"),
-            ("name = \"solo\"", "f:16: name: a [[variant]] needs a name of its own"),
+            ("values = []", "f:13: values: must not be empty"),
+            ("values = [1, 2.5]", "f:13: values: 2.5 is invalid"),
+            ("values = [1, 2, 3]", "f:30: paper: expected 3 values, one per row, but found 2"),
+            ("name = \"window\"", "f:18: name: a [[variant]] needs a unique name"),
+            ("name = \"solo\"", "f:16: name: a [[variant]] needs a unique name"),
             ("policy = \"fused\"", "f:18: name: window_ms and policy"),
-            ("window_ms = 0", "f:18: name: its window_ms is too"),
+            ("window_ms = 0", "f:18: name: window_ms is out of range"),
             ("figure = \"speed\"", "f:25: figure: unknown variant `speed`"),
             ("figure = \"overlap\"", "f:27: over: only total, latency and ttft"),
-            ("of = \"nobody\"", "f:26: of: there is no [[variant]] called 'nobody'"),
-            ("over = \"nobody\"", "f:27: over: there is no [[variant]] called 'nobody'"),
+            ("of = \"nobody\"", "f:26: of: there is no [[variant]] named 'nobody'"),
+            ("over = \"nobody\"", "f:27: over: there is no [[variant]] named 'nobody'"),
         ] {
             let text = changed(line);
             let error =
                 Scenario::parse("f", &text).err().unwrap_or_else(|| panic!("{line} is accepted")).to_string();
-            assert!(error.starts_with("f:") && error.contains(told), "{line}: {error}");
+            assert!(error.starts_with("f:") && error.contains(expected), "{line}: {error}");
         }
     }
 
     #[test]
     fn what_does_not_belong_is_told() {
-        for (more, told) in [
+        for (more, expected) in [
             ("[[table]]\ntitle = \"t\"\ncolumns = []\n", "unknown field `columns`"),
-            ("[[table.column]]\nname = \"x\"\n", "f:32: name: needs either figure or paper"),
-            ("[[table.column]]\nname = \"x\"\nfigure = \"total\"\n", "f:32: name: needs of = "),
-            (
-                "[[table.column]]\nname = \"x\"\npaper = [1, 2]\nof = \"fused\"\n",
-                "f:33: paper: a paper's figures",
-            ),
-            ("[[runs]]\ntitle = \"r\"\nat = 3\n", "f:33: at: 3 is not among"),
-            ("[server]\nurl = \"http://x\"\n", "f:18: name: a server that runs already"),
+            ("[[table.column]]\nname = \"x\"\n", "f:32: name: requires either figure or paper"),
+            ("[[table.column]]\nname = \"x\"\nfigure = \"total\"\n", "f:32: name: requires of = "),
+            ("[[table.column]]\nname = \"x\"\npaper = [1, 2]\nof = \"fused\"\n", "f:33: paper: paper values"),
+            ("[[runs]]\ntitle = \"r\"\nat = 3\n", "f:33: at: 3 is not one of"),
+            ("[server]\nurl = \"http://x\"\n", "f:18: name: a running server"),
             ("[sever]\n", "unknown field `sever`"),
             ("[[variant]]\nname = \"x\"\npolice = \"fused\"\n", "unknown field `police`"),
             ("x = \n", "f:31: "),
         ] {
             let error = Scenario::parse("f", &(GOOD.to_owned() + more)).unwrap_err().to_string();
-            assert!(error.starts_with("f:") && error.contains(told), "{more}: {error}");
+            assert!(error.starts_with("f:") && error.contains(expected), "{more}: {error}");
         }
         let without_vary =
             GOOD.replace("[vary]\nwhat = \"requests\"\nvalues = [1, 2]\nlabel = \"requests\"\n", "");

@@ -1,8 +1,8 @@
-//! Scenario files: what is sent, what is varied, which servers are compared, what is shown of it beside a paper's
-//! figures. TOML; a key that is not known is an error.
+//! Scenario files in TOML: the load, the varied parameter, the server variants, and the tables and plots that
+//! compare the results with a paper's values. Unknown keys are errors.
 //!
-//! Invariant: a scenario that was read is one that can be run: every name in it is somebody's, every list of a
-//! paper's figures has one for each row.
+//! Invariant: a parsed scenario is valid: every referenced name exists, and every list of paper values has
+//! one value per row.
 
 use std::{num::NonZeroU32, path::Path};
 
@@ -12,23 +12,23 @@ use toml::Spanned;
 
 use super::{check::Fault, shipped};
 
-/// One experiment: a load, one quantity of it varied, on several variants of the server.
+/// An experiment: a load with one varied parameter, run on several server variants.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
     pub title: String,
-    /// What is measured and why, for the head of the report.
+    /// Description of the experiment, shown at the head of the report.
     #[serde(default)]
     pub text: String,
-    /// Answers are this many times as long as the file says, unless the command line knows better.
+    /// Factor applied to response lengths, unless overridden on the command line.
     #[serde(default = "one")]
     pub token_scale: Spanned<f64>,
     #[serde(default)]
     pub server: ServerPart,
     pub load: LoadPart,
-    /// What times are scaled by; without it they are taken as they stand.
+    /// The paper's reference for scaling times; without it, times are not scaled.
     pub paper: Option<Paper>,
-    /// Without it there is one run for each variant.
+    /// The varied parameter; without it, there is one run per variant.
     pub vary: Option<Vary>,
     #[serde(rename = "variant")]
     pub variants: Vec<Variant>,
@@ -40,45 +40,45 @@ pub struct Scenario {
     pub runs: Vec<Runs>,
 }
 
-/// The server that is started, or one that runs already.
+/// The server to start, or a running one.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServerPart {
-    /// Of a server that runs; it is neither started nor stopped.
+    /// URL of a running server, which is neither started nor stopped.
     pub url: Option<String>,
-    /// Where that server's Prometheus metrics are.
+    /// URL of the running server's Prometheus metrics.
     pub metrics_url: Option<String>,
-    /// As `mainstem serve` takes it; without it, the model that is built in.
+    /// Model argument of `mainstem serve`; by default the built-in model.
     pub model: Option<String>,
-    /// Further arguments of `mainstem serve`.
+    /// Additional arguments of `mainstem serve`.
     #[serde(default)]
     pub args: Vec<String>,
 }
 
-/// What every run sends, but for what is varied.
+/// The load of every run, except for the varied parameter.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoadPart {
     pub requests: Spanned<usize>,
-    /// Not scaled.
+    /// Prompt length; not scaled.
     pub prompt_tokens: NonZeroU32,
-    /// Of each answer; the most of them where a least is given.
+    /// Response length, or its maximum if a minimum is given.
     pub output_tokens: Spanned<u32>,
-    /// With it, lengths are uniform from here on.
+    /// Minimum response length; if given, lengths are uniform.
     pub output_tokens_min: Option<Spanned<u32>>,
     pub process: Spanned<Process>,
-    /// Between requests, on the mean, in the paper's milliseconds.
+    /// Mean gap between requests, in the paper's milliseconds.
     pub gap_ms: Option<Spanned<f64>>,
-    /// Shape of the gaps, where the process is `gamma`.
+    /// Shape of the gamma distribution of gaps, for process `gamma`.
     pub shape: Option<Spanned<f64>>,
-    /// Prompts are random ids below this.
+    /// Exclusive upper bound of random prompt token ids.
     #[serde(default = "vocab")]
     pub vocab: NonZeroU32,
     #[serde(default)]
     pub seed: u64,
 }
 
-/// When requests come.
+/// The arrival process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Process {
@@ -88,49 +88,50 @@ pub enum Process {
     Gamma,
 }
 
-/// One request alone, in the paper.
+/// The latency of a single request without concurrent load, in the paper.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Paper {
     pub solo_ms: Spanned<f64>,
-    /// Tokens of its answer.
+    /// Tokens of its response.
     pub solo_tokens: Spanned<u32>,
 }
 
-/// What differs from row to row.
+/// The parameter that differs from row to row.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Vary {
     pub what: Spanned<What>,
     pub values: Spanned<Vec<f64>>,
-    /// What tables and plots call it.
+    /// Label in tables and plots.
     pub label: String,
 }
 
+/// The kinds of parameters that can be varied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum What {
     Requests,
-    /// Milliseconds of the paper.
+    /// The gap between requests, in the paper's milliseconds.
     GapMs,
-    /// The longest answer, before scaling.
+    /// The maximum response length, before scaling.
     OutputTokens,
 }
 
-/// A way to run the server.
+/// A server configuration.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Variant {
     pub name: Spanned<String>,
     pub policy: Option<String>,
-    /// Milliseconds of the paper; of use with policy `window`.
+    /// Window in the paper's milliseconds; only with policy `window`.
     pub window_ms: Option<f64>,
     pub shuffle: Option<String>,
     #[serde(default)]
     pub args: Vec<String>,
 }
 
-/// A table with a line for each row.
+/// A table of the report.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Table {
@@ -141,14 +142,14 @@ pub struct Table {
     pub columns: Vec<Quantity>,
 }
 
-/// Curves over what is varied.
+/// A plot of curves over the varied parameter.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plot {
     pub title: Spanned<String>,
     #[serde(default)]
     pub text: String,
-    /// What the curves show.
+    /// Label of the y axis.
     pub label: String,
     #[serde(default)]
     pub x_scale: AxisScale,
@@ -158,6 +159,7 @@ pub struct Plot {
     pub curves: Vec<Quantity>,
 }
 
+/// The scale of a plot axis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AxisScale {
@@ -166,54 +168,54 @@ pub enum AxisScale {
     Log,
 }
 
-/// The variants' runs of one row in the same axes.
+/// A comparison of the variants' runs of one row in shared axes.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Runs {
     pub title: String,
     #[serde(default)]
     pub text: String,
-    /// Which of the values that are varied; the last unless said.
+    /// Value of the varied parameter that selects the row; by default the last.
     pub at: Option<Spanned<f64>>,
 }
 
-/// A figure of ours, or a ratio of two, or a paper's; one for each row.
+/// A table column or curve: a measured value, a ratio of two, or a paper's value for each row.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
     pub name: Spanned<String>,
     pub figure: Option<Figure>,
-    /// Whose; the row's own where rows are variants.
+    /// Variant of the value; by default the variant of the row, if rows are variants.
     pub of: Option<Spanned<String>>,
-    /// What it is divided by: the same figure of this variant, or of one request alone (`solo`).
+    /// Divisor: the same value of this variant, or of a single request without load (`solo`).
     pub over: Option<Spanned<String>>,
-    /// The paper's; `nan` where it has none.
+    /// The paper's values; `nan` for a missing one.
     pub paper: Option<Spanned<Vec<f64>>>,
 }
 
-/// What can be told of a run.
+/// A metric of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Figure {
     /// Seconds from the first request to the last token.
     Total,
-    /// Seconds of a request, on the mean.
+    /// Mean seconds of a request.
     Latency,
-    /// Seconds to a request's first token, on the mean.
+    /// Mean seconds to the first token of a request.
     Ttft,
     /// Output tokens per second.
     Throughput,
-    /// Steps of the server.
+    /// Decode steps of the server.
     Steps,
-    /// The same for answers as long as the file says, before scaling.
+    /// Decode steps, divided by the token scale.
     StepsUnscaled,
-    /// Percent of the requests that are in flight, on the mean.
+    /// Mean percentage of the requests in flight.
     Overlap,
-    /// How many are.
+    /// Mean number of requests in flight.
     InFlight,
 }
 
-/// What a quantity is divided by when it is divided by what one request alone takes.
+/// Value of `over` that divides by the latency of a single request without load.
 pub const SOLO: &str = "solo";
 
 fn one() -> Spanned<f64> {
@@ -225,8 +227,8 @@ fn vocab() -> NonZeroU32 {
 }
 
 impl Scenario {
-    /// Reads the file at `path`, or the shipped scenario of that name where there is no such file. Errors name file,
-    /// line and key.
+    /// Reads the file at `path`, or the built-in scenario of that name if there is no such file. Errors name
+    /// the file, line and key.
     pub fn read(path: &Path) -> anyhow::Result<Scenario> {
         let text = match shipped::named(path) {
             Some(text) if !path.exists() => text.to_owned(),
@@ -235,7 +237,7 @@ impl Scenario {
         Scenario::parse(&path.display().to_string(), &text)
     }
 
-    /// Reads a scenario's text; `name` is what errors call it.
+    /// Parses and validates a scenario; `name` is the file name in errors.
     pub fn parse(name: &str, text: &str) -> anyhow::Result<Scenario> {
         let scenario: Scenario = toml::from_str(text).map_err(|error| {
             let at = error.span().map_or(0, |span| span.start);
@@ -245,13 +247,13 @@ impl Scenario {
         Ok(scenario)
     }
 
-    /// How many rows there are for each variant.
+    /// Returns the number of rows per variant.
     pub fn rows(&self) -> usize {
         self.vary.as_ref().map_or(1, |vary| vary.values.get_ref().len())
     }
 }
 
-/// An error at a place of the text, with the key that its line begins with.
+/// Creates an error for a byte offset of the text, with the line and the key at the start of that line.
 fn told(name: &str, text: &str, at: usize, message: &str) -> anyhow::Error {
     let at = at.min(text.len());
     let line = 1 + text.bytes().take(at).filter(|byte| *byte == b'\n').count();
@@ -265,18 +267,19 @@ fn told(name: &str, text: &str, at: usize, message: &str) -> anyhow::Error {
 }
 
 impl Variant {
+    /// Returns the name of the variant.
     pub fn name(&self) -> &str {
         self.name.get_ref()
     }
 
-    /// Whether it is the server as it is.
+    /// Returns whether the variant has no settings of its own.
     pub fn is_plain(&self) -> bool {
         self.policy.is_none() && self.shuffle.is_none() && self.args.is_empty()
     }
 }
 
 impl Figure {
-    /// Whether it is a time, in seconds.
+    /// Returns whether the metric is a time in seconds.
     pub fn is_time(self) -> bool {
         matches!(self, Figure::Total | Figure::Latency | Figure::Ttft)
     }

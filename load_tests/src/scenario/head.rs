@@ -1,6 +1,6 @@
-//! The head of a scenario's report: on what it was measured, and at what scale.
+//! The head of a scenario report: environment, scales, and problems.
 //!
-//! Invariant: what a reader must know to compare figures stands here, trouble included.
+//! Invariant: the head contains everything needed to compare results, including problems.
 
 use super::{
     file::Scenario,
@@ -9,32 +9,33 @@ use super::{
 };
 use crate::report::{RunReport, html::Section};
 
-/// What the report tells of the scenario as a whole.
+/// The data of the report head.
 pub struct Head {
-    /// What served: program and version, or address.
+    /// The server: program and version, or URL.
     pub server: String,
     pub model: String,
     pub scale: Scale,
-    /// Runs of each variant at each row.
+    /// Number of runs per variant and row.
     pub repeats: usize,
-    /// What a reader of the figures must know.
+    /// Notes that affect the interpretation of the results.
     pub notes: Vec<String>,
 }
 
-/// The CPU's name, where the system tells it, and the cores this process may use.
+/// Returns the CPU's name, if known, and the number of cores available to this process.
 pub fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     format!("{}, {cores} cores", cpu_name(&text).unwrap_or("unknown CPU"))
 }
 
-/// The name of the first CPU in the text of `/proc/cpuinfo`.
+/// Returns the name of the first CPU in the text of `/proc/cpuinfo`.
 fn cpu_name(cpuinfo: &str) -> Option<&str> {
     let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
     line.split_once(':').map(|(_, name)| name.trim())
 }
 
 impl Head {
+    /// Builds the head section.
     pub fn section(&self, scenario: &Scenario, results: &Results) -> Section {
         let Scale { tokens, time, solo } = self.scale;
         let solo_tokens = scenario.solo_tokens(tokens);
@@ -42,16 +43,16 @@ impl Head {
             ("machine", machine()),
             ("server", self.server.clone()),
             ("model", self.model.clone()),
-            ("one request alone", format!("{:.1} ms for {solo_tokens} tokens", solo.as_secs_f64() * 1e3)),
+            ("single request", format!("{:.1} ms for {solo_tokens} tokens", solo.as_secs_f64() * 1e3)),
             ("token scale", format!("{tokens}: {}", self.tokens_in_words(scenario))),
             ("time scale", format!("{time:.4}: {}", self.time_in_words(scenario))),
-            ("runs of each", self.repeats.to_string()),
+            ("runs per variant and row", self.repeats.to_string()),
         ];
         rows.extend(self.notes.iter().map(|note| ("note", note.clone())));
         rows.extend(results.all().filter_map(|(variant, row, run)| {
             let of = scenario.variants[variant].name();
             let at = scenario.value(row).map_or(String::new(), |value| format!(" at {value}"));
-            Some(("trouble", format!("{of}{at}: {}", trouble(run)?)))
+            Some(("problem", format!("{of}{at}: {}", trouble(run)?)))
         }));
         Section::Table {
             title: scenario.title.clone(),
@@ -63,12 +64,12 @@ impl Head {
 
     fn tokens_in_words(&self, scenario: &Scenario) -> String {
         let tokens = *scenario.load.output_tokens.get_ref();
-        format!("answers of {tokens} tokens have {} here", scaled_tokens(tokens, self.scale.tokens))
+        format!("responses of {tokens} tokens have {} here", scaled_tokens(tokens, self.scale.tokens))
     }
 
     fn time_in_words(&self, scenario: &Scenario) -> String {
         match scenario.paper {
-            None => "times are as the file has them".into(),
+            None => "times are not scaled".into(),
             Some(_) => {
                 let here = self.scale.time(500.0).as_secs_f64() * 1e3;
                 format!("500 ms of the paper are {here:.1} ms here")
@@ -77,16 +78,16 @@ impl Head {
     }
 }
 
-/// What went wrong in a run, if anything did.
+/// Describes the problems of a run, if there are any.
 fn trouble(run: &RunReport) -> Option<String> {
     let counts = &run.counts;
     let parts =
         [(counts.failed, "failed"), (counts.unsent, "were not sent"), (counts.short, "got fewer tokens")];
     let parts = parts.iter().filter(|(number, _)| *number > 0);
-    let told: Vec<String> = parts.map(|(number, what)| format!("{number} {what}")).collect();
+    let problems: Vec<String> = parts.map(|(number, what)| format!("{number} {what}")).collect();
     let first =
         counts.failures.values().next().map_or(String::new(), |failure| format!(" ({})", failure.first));
-    (!told.is_empty()).then(|| format!("of {} requests {}{first}", counts.planned, told.join(", ")))
+    (!problems.is_empty()).then(|| format!("of {} requests {}{first}", counts.planned, problems.join(", ")))
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
-//! A scenario: a file that describes an experiment, run against a server started for each of its variants.
+//! Scenarios: experiments defined in files, run against a server started for each variant.
 //!
-//! One request alone is measured first, on a server without any variant's settings: the paper's times between
-//! requests, and the windows that gather them, are to ours as its time of one request is to ours. Then each variant
-//! has a server of its own, for all of its rows.
+//! First, single requests are measured on a server without variant settings. The ratio of their latency to
+//! the paper's scales the paper's gaps between requests and batching windows. Then each variant is run on its
+//! own server, for all rows.
 //!
-//! Invariant: one server runs at a time, and none when `run` has returned.
+//! Invariant: at most one server runs at a time, and none after `run` has returned.
 
 mod check;
 mod file;
@@ -37,35 +37,36 @@ use session::Session;
 
 pub use shipped::SHIPPED;
 
-/// How scenarios are run.
+/// Options for running scenarios.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The `mainstem` program.
+    /// The `mainstem` executable.
     pub server: PathBuf,
-    /// A server that runs already, driven in the place of the only variant that is left.
+    /// URL of a running server to use for the single selected variant.
     pub url: Option<String>,
-    /// The model in the place of the files' own.
+    /// Model that overrides the files' own.
     pub model: Option<String>,
-    /// Answers are this many times as long as the files say, in the place of their own scale.
+    /// Factor of the response lengths that overrides the files' own.
     pub token_scale: Option<f64>,
-    /// Slots of the server, in the place of what the files' arguments say.
+    /// Number of slots of the server, overriding the files' arguments.
     pub slots: Option<u32>,
-    /// Further arguments of `mainstem serve`; they go before the files' own, but not before those of a variant.
+    /// Additional arguments of `mainstem serve`; they override those of the files, but not those of a
+    /// variant.
     pub server_args: Vec<String>,
-    /// Variants to run, by name; none runs all.
+    /// Names of the variants to run; empty runs all.
     pub variants: Vec<String>,
-    /// Runs of each variant at each row; 0 counts as 1.
+    /// Number of runs per variant and row; 0 counts as 1.
     pub repeats: usize,
-    /// How long a server may take to load its model.
+    /// Timeout for a server to load its model.
     pub start_timeout: Duration,
-    /// A request that takes longer has failed, and no run takes longer.
+    /// Timeout of a request, and time limit of a run.
     pub time_limit: Duration,
-    /// Threads that send and read.
+    /// Number of client threads.
     pub workers: usize,
 }
 
 impl Options {
-    /// All as the files have it, with this program.
+    /// Creates options without overrides, with this `mainstem` executable.
     pub fn new(server: PathBuf) -> Self {
         Self {
             server,
@@ -87,17 +88,17 @@ impl Options {
     }
 }
 
-/// Runs the scenarios of `files`, one after the other, and returns the parts of their report; `tell` gets a line for
-/// whatever begins. Of a run that is stopped, what was measured until then. A path without a folder may be the name
-/// of a [`SHIPPED`] scenario. Fails when a file is wrong, a server does not start or ends by itself, or it cannot be
-/// asked.
+/// Runs the scenarios of `files` one after the other and returns the sections of their report. `tell`
+/// receives progress lines. If the run is stopped, the sections cover the results until then. A path without
+/// a directory may be the name of a [`SHIPPED`] scenario. Fails if a file is invalid, a server does not start
+/// or exits, or it cannot be reached.
 pub fn run(
     files: &[&Path],
     options: &Options,
     progress: &Progress,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Vec<Section>> {
-    // A mistake in the last file is told before the first is run.
+    // All files are validated before the first is run.
     let scenarios = files.iter().map(|file| chosen(file, options)).collect::<Result<Vec<_>>>()?;
     let mut sections = Vec::new();
     for (file, scenario) in files.iter().zip(&scenarios) {
@@ -111,17 +112,17 @@ pub fn run(
     Ok(sections)
 }
 
-/// The scenario of a file with what the options change.
+/// Reads the scenario of a file and applies the options.
 fn chosen(file: &Path, options: &Options) -> Result<Scenario> {
     let name = || file.display().to_string();
     let mut scenario = Scenario::read(file)?;
     let is_known = |name: &str| scenario.variants.iter().any(|variant| variant.name() == name);
     if let Some(unknown) = options.variants.iter().find(|name| !is_known(name)) {
         let known: Vec<_> = scenario.variants.iter().map(|variant| variant.name()).collect();
-        bail!("{}: there is no variant '{unknown}'; there are {}", name(), known.join(", "));
+        bail!("{}: unknown variant '{unknown}'; the variants are {}", name(), known.join(", "));
     }
     let is_scale = |scale: f64| scale.is_finite() && scale > 0.0;
-    ensure!(options.token_scale.is_none_or(is_scale), "the token scale must be more than 0");
+    ensure!(options.token_scale.is_none_or(is_scale), "the token scale must be above 0");
     if options.url.is_some() {
         scenario.server.url.clone_from(&options.url);
         scenario.server.metrics_url = None;
@@ -129,7 +130,7 @@ fn chosen(file: &Path, options: &Options) -> Result<Scenario> {
     let count = scenario.variants.iter().filter(|variant| is_wanted(options, variant)).count();
     ensure!(
         scenario.server.url.is_none() || count == 1,
-        "{}: a server that runs already is one variant: name it, of {count}",
+        "{}: a running server requires exactly one variant, but {count} are selected; select one with --variants",
         name()
     );
     Ok(scenario)
@@ -157,7 +158,10 @@ mod tests {
     fn a_server_that_runs_is_one_variant() {
         let url = || Some("http://127.0.0.1:1".to_owned());
         let error = of_tiny(|options| options.url = url()).unwrap_err();
-        assert_eq!(error, "tiny: a server that runs already is one variant: name it, of 4");
+        assert_eq!(
+            error,
+            "tiny: a running server requires exactly one variant, but 4 are selected; select one with --variants"
+        );
         let scenario = of_tiny(|options| {
             options.url = url();
             options.variants = vec!["window".into()];
@@ -167,22 +171,22 @@ mod tests {
         let error = of_tiny(|options| options.variants = vec!["windows".into()]).unwrap_err();
         assert_eq!(
             error,
-            "tiny: there is no variant 'windows'; there are fused, no shuffle, window, concurrent"
+            "tiny: unknown variant 'windows'; the variants are fused, no shuffle, window, concurrent"
         );
     }
 
-    /// Nothing is started for a file that is wrong, wherever it stands; and what is no server is told.
+    /// No server is started if any file is invalid, and a program that is not a server is reported.
     #[test]
     fn mistakes_are_told_before_anything_runs() {
         let options = Options::new("/bin/false".into());
         let of = |files: &[&str]| {
             let files: Vec<&Path> = files.iter().map(Path::new).collect();
-            let mut told = 0;
-            let outcome = run(&files, &options, &Progress::default(), &mut |_| told += 1);
-            (format!("{:#}", outcome.unwrap_err()), told)
+            let mut lines = 0;
+            let outcome = run(&files, &options, &Progress::default(), &mut |_| lines += 1);
+            (format!("{:#}", outcome.unwrap_err()), lines)
         };
-        let (error, told) = of(&["tiny", "no/such.toml"]);
-        assert!(error.starts_with("no/such.toml: ") && told == 0, "{error}");
+        let (error, lines) = of(&["tiny", "no/such.toml"]);
+        assert!(error.starts_with("no/such.toml: ") && lines == 0, "{error}");
         let (error, _) = of(&["tiny"]);
         assert_eq!(error, "tiny: /bin/false --version ended with exit status: 1");
     }

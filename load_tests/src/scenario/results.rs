@@ -1,47 +1,49 @@
-//! What the runs of a scenario came to, and the figures that its tables and plots ask for.
+//! The results of a scenario, and the values of its tables and plots.
 //!
-//! Invariant: a figure of several runs is their median; a ratio is that of two medians. What was not run has no
-//! figure.
+//! Invariant: the value of several runs is their median, and a ratio is that of two medians. Rows that were
+//! not run have no value.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use super::file::{Figure, Quantity, SOLO, Scenario};
 use crate::{measure::percentile, report::RunReport};
 
-/// All runs of a scenario.
+/// The results of all runs of a scenario.
 #[derive(Clone, Debug)]
 pub struct Results {
-    /// What one request takes alone.
+    /// Latency of a single request without load.
     pub solo: Duration,
-    /// What answers' lengths were multiplied by.
+    /// Factor that was applied to response lengths.
     pub token_scale: f64,
-    /// By variant and row, the repeats of each.
+    /// Runs by (variant, row).
     runs: BTreeMap<(usize, usize), Vec<RunReport>>,
 }
 
 impl Results {
+    /// Creates empty results.
     pub fn new(solo: Duration, token_scale: f64) -> Self {
         Self { solo, token_scale, runs: BTreeMap::new() }
     }
 
-    /// Adds a run of the variant of this number at this row.
+    /// Adds a run of the variant with this index at this row.
     pub fn add(&mut self, variant: usize, row: usize, run: RunReport) {
         self.runs.entry((variant, row)).or_default().push(run);
     }
 
-    /// Every run with its variant and row.
+    /// Returns every run with its variant and row.
     pub fn all(&self) -> impl Iterator<Item = (usize, usize, &RunReport)> {
         self.runs.iter().flat_map(|(&(variant, row), runs)| runs.iter().map(move |run| (variant, row, run)))
     }
 
-    /// The run that took neither the shortest nor the longest, if there was any.
+    /// Returns the run of median duration, if there is any.
     pub fn typical(&self, variant: usize, row: usize) -> Option<&RunReport> {
         let mut runs: Vec<&RunReport> = self.runs.get(&(variant, row))?.iter().collect();
         runs.sort_by(|one, two| one.duration_s.total_cmp(&two.duration_s));
         runs.get(runs.len() / 2).copied()
     }
 
-    /// A quantity's value in the row of a table or plot. Where nothing is varied the rows are the variants.
+    /// Returns the value of a quantity in a row of a table or plot. Without a varied parameter, the rows are
+    /// the variants.
     pub fn value(&self, scenario: &Scenario, quantity: &Quantity, row: usize) -> Option<f64> {
         if let Some(paper) = &quantity.paper {
             return paper.get_ref().get(row).copied().filter(|value| value.is_finite());
@@ -90,7 +92,7 @@ pub(super) mod tests {
         testing::{always, report},
     };
 
-    /// Two variants at two rows.
+    /// A scenario with two variants and two rows.
     const TEXT: &str = "title = \"Two\"\ntext = \"Why.\"\ntoken_scale = 0.25\n\
         [load]\nrequests = 8\nprompt_tokens = 8\noutput_tokens = 504\nprocess = \"constant\"\n\
         [paper]\nsolo_ms = 5600\nsolo_tokens = 504\n\
@@ -121,7 +123,8 @@ pub(super) mod tests {
         run
     }
 
-    /// A request alone takes half a second. The slower variant was not run at the second row.
+    /// Returns results in which a single request takes half a second and the slower variant lacks the second
+    /// row.
     pub fn results() -> Results {
         let mut results = Results::new(Duration::from_millis(500), 0.25);
         for (total_s, steps) in [(2.0, 126), (9.0, 300), (3.0, 140)] {
@@ -139,7 +142,7 @@ pub(super) mod tests {
             let columns = &scenario.tables[0].columns;
             columns.iter().map(|column| results.value(&scenario, column, row)).collect()
         };
-        // 12 s over the median of 2, 3 and 9; 4 s over 0.5; 140 steps of a quarter.
+        // 12 s over the median of 2, 3 and 9; 4 s over 0.5; 140 steps at a scale of a quarter.
         assert_eq!(row(0), [Some(3.0), Some(4.0), Some(8.0), Some(560.0), Some(3.0), Some(10.9)]);
         assert_eq!(row(1), [Some(5.0), None, None, Some(4000.0), Some(5.0), None]);
         assert_eq!(results.typical(0, 0).map(|run| run.duration_s), Some(3.0));
@@ -147,7 +150,7 @@ pub(super) mod tests {
         assert_eq!(results.all().count(), 5);
     }
 
-    /// Without anything varied, each variant is a row.
+    /// Without a varied parameter, each variant is a row.
     #[test]
     fn variants_are_rows_where_nothing_is_varied() {
         let text = TEXT

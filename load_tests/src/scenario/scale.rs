@@ -1,25 +1,24 @@
-//! From a paper's times and lengths to those of the model at hand.
+//! Scaling of a paper's times and lengths to the model under test.
 //!
-//! Invariant: everything that takes time in a scenario is scaled by the same factor, so that overlaps stay as they
-//! are in the paper.
+//! Invariant: all times of a scenario are scaled by the same factor, which preserves the overlap of requests.
 
 use std::time::Duration;
 
 use super::file::{Paper, Process, Scenario, Variant, What};
 use crate::plan::{arrivals::Arrivals, lengths::Length};
 
-/// What a scenario's numbers are multiplied by.
+/// The scale factors of a scenario.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scale {
-    /// Tokens of answers.
+    /// Factor of response lengths.
     pub tokens: f64,
-    /// Times between requests, and windows.
+    /// Factor of gaps between requests and of windows.
     pub time: f64,
-    /// What one request takes alone, here.
+    /// Measured latency of a single request without load.
     pub solo: Duration,
 }
 
-/// The part of a run's load that scaling and varying change.
+/// The parameters of a run's load that depend on scaling and the varied parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
     pub requests: usize,
@@ -27,40 +26,40 @@ pub struct Shape {
     pub arrivals: Arrivals,
 }
 
-/// What requests are fewer tokens or shorter gaps apart than this cannot be told from none.
+/// Minimum gap after scaling, so that no gap becomes zero.
 const GAP_MIN: Duration = Duration::from_nanos(1);
 
 impl Scale {
-    /// The scale at which one request, which takes `solo` here, takes as long as in the paper.
+    /// Computes the scale from the paper's latency of a single request and the measured latency `solo`.
     pub fn of(paper: Option<&Paper>, tokens: f64, solo: Duration) -> Scale {
         let time = paper.map_or(1.0, |paper| solo.as_secs_f64() * 1e3 / paper.solo_ms.get_ref());
         Scale { tokens, time, solo }
     }
 
-    /// A number of the paper's milliseconds.
+    /// Scales a time given in the paper's milliseconds.
     pub fn time(&self, ms: f64) -> Duration {
         Duration::from_secs_f64(ms * self.time / 1e3).max(GAP_MIN)
     }
 }
 
-/// So many tokens of an answer at this scale, at least one.
+/// Scales a response length; the result is at least 1.
 pub fn scaled_tokens(tokens: u32, scale: f64) -> u32 {
     (f64::from(tokens) * scale).round().max(1.0) as u32
 }
 
 impl Scenario {
-    /// Tokens of the answer of one request alone: the paper's, else the longest.
+    /// Returns the scaled response length of the single request: the paper's, else the maximum of the load.
     pub fn solo_tokens(&self, scale: f64) -> u32 {
         let tokens = self.paper.as_ref().map_or(&self.load.output_tokens, |paper| &paper.solo_tokens);
         scaled_tokens(*tokens.get_ref(), scale)
     }
 
-    /// The value of a row; `None` where nothing is varied.
+    /// Returns the varied value of a row, or `None` if nothing is varied.
     pub fn value(&self, row: usize) -> Option<f64> {
         self.vary.as_ref().map(|vary| vary.values.get_ref()[row])
     }
 
-    /// What a row sends.
+    /// Returns the scaled load parameters of a row.
     pub fn shape(&self, row: usize, scale: &Scale) -> Shape {
         let load = &self.load;
         let varied = |what| {
@@ -91,8 +90,9 @@ impl Scenario {
         }
     }
 
-    /// About how many seconds a row takes on a variant: until the last request is due, and what is then left to
-    /// do. One that lets each request step alone takes the sum of them, however they come.
+    /// Estimates the duration of a row on a variant in seconds: until the last request is due, plus the
+    /// remaining work. The `concurrent` policy steps each request alone, so it takes at least the sum over
+    /// all requests.
     pub fn estimate(&self, variant: &Variant, row: usize, scale: &Scale) -> f64 {
         let Shape { requests, output, arrivals } = self.shape(row, scale);
         let gap = match arrivals {
@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(shape.arrivals, Arrivals::Constant { gap: Duration::from_micros(62_500) });
         assert_eq!((shape.requests, shape.output), (32, Length::Fixed(126)));
         assert_eq!(fixed.solo_tokens(0.25), 126);
-        // The paper's own speed changes nothing.
+        // At the paper's own speed nothing is scaled.
         let same = fixed.shape(0, &scale(&fixed, 1.0, 5600));
         assert_eq!(same.arrivals, Arrivals::Constant { gap: Duration::from_millis(500) });
         let unscaled = Scale::of(None, 1.0, Duration::from_millis(3));
@@ -173,7 +173,8 @@ mod tests {
         assert_eq!((scaled_tokens(504, 0.0001), scaled_tokens(7, 0.5), scaled_tokens(7, 3.0)), (1, 4, 21));
     }
 
-    /// The paper's own: 31 gaps of 500 ms, and a request of 5.6 s; 2 s of window before it; or 32 of them in turn.
+    /// At the paper's scale: 31 gaps of 500 ms and a request of 5.6 s, plus a window of 2 s, or 32 requests
+    /// in sequence.
     #[test]
     fn times_are_estimated_by_what_must_be_waited_for() {
         let fixed = scenario("output_tokens = 504\nprocess = \"constant\"\ngap_ms = 500", "");

@@ -1,6 +1,6 @@
-//! A scenario's results as parts of a report.
+//! The report sections of a scenario.
 //!
-//! Invariant: nothing is worked out here; what has no figure shows as a dash, and as no point.
+//! Invariant: nothing is computed here; a missing value is shown as a dash or as a missing point.
 
 use super::{
     file::{AxisScale, Figure, Plot, Quantity, Runs, Scenario, Table, What},
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::report::html::{Axis, Curve, Form, Scale as PlotScale, Section};
 
-/// The parts, the head first.
+/// Returns the sections, starting with the head.
 pub fn sections(scenario: &Scenario, head: &Head, results: &Results) -> Vec<Section> {
     let page = Page { scenario, scale: &head.scale, results };
     let tables = scenario.tables.iter().map(|table| page.table(table));
@@ -53,13 +53,13 @@ impl Page<'_> {
         self.results.value(self.scenario, column, row).map_or("-".into(), shown)
     }
 
-    /// The columns that name a row: what is varied, and what that comes to here where it is scaled.
+    /// Returns the titles of the columns that name a row: the varied parameter, and its scaled value.
     fn row_titles(&self) -> Vec<String> {
         let Some(vary) = &self.scenario.vary else { return vec!["variant".into()] };
         let here = match vary.what.get_ref() {
             What::Requests => None,
-            What::GapMs => Some("ms here"),
-            What::OutputTokens => Some("tokens here"),
+            What::GapMs => Some("ms (scaled)"),
+            What::OutputTokens => Some("tokens (scaled)"),
         };
         [vary.label.as_str()].into_iter().chain(here).map(str::to_owned).collect()
     }
@@ -95,7 +95,7 @@ impl Page<'_> {
         Curve { label: curve.name.get_ref().clone(), points, form }
     }
 
-    /// The typical run of each variant, called after it.
+    /// Returns the median run of each variant, labelled with the variant's name.
     fn runs(&self, runs: &Runs) -> Section {
         let values =
             self.scenario.vary.as_ref().map(|vary| vary.values.get_ref().as_slice()).unwrap_or_default();
@@ -118,7 +118,7 @@ fn plot_scale(scale: AxisScale) -> PlotScale {
     }
 }
 
-/// Three digits, or all before the point.
+/// Formats a value with three digits, or with all its integer digits.
 fn number(value: f64) -> String {
     match value.abs() {
         100.0.. => format!("{value:.0}"),
@@ -163,7 +163,7 @@ mod tests {
         assert!(
             head.contains(&vec!["time scale".into(), "0.0893: 500 ms of the paper are 44.6 ms here".into()])
         );
-        assert_eq!(columns[..3], ["gap, ms", "ms here", "total"]);
+        assert_eq!(columns[..3], ["gap, ms", "ms (scaled)", "total"]);
         assert_eq!(rows[0], ["500", "44.6", "3.00", "4.00", "8.00", "560", "3.00", "10.9"]);
         assert_eq!(rows[1], ["1000", "89.3", "5.00", "-", "-", "4000", "5.00", "-"]);
         assert_eq!((x.label.as_str(), x.scale), ("gap, ms", PlotScale::Log));

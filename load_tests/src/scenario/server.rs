@@ -1,6 +1,6 @@
-//! The server of a variant: a child process from its start until it is dropped.
+//! The server of a variant: a child process.
 //!
-//! Invariant: whoever drops a [`Server`] leaves no process behind, and its log never fills a pipe.
+//! Invariant: dropping a [`Server`] leaves no process behind, and its log output never blocks on a full pipe.
 
 use std::{
     collections::VecDeque,
@@ -24,49 +24,49 @@ use nix::{
 
 use crate::run::Progress;
 
-/// A running server.
+/// A running server process.
 pub struct Server {
     child: Child,
-    /// Up to but without `/v1`.
+    /// Base URL without `/v1`.
     pub url: String,
     log: Log,
-    /// How long it may take to end before it is killed.
+    /// Time limit for a graceful shutdown before the process is killed.
     ending: Duration,
 }
 
-/// The last lines of what a server says.
+/// The last lines of a server's log.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<VecDeque<String>>>);
 
-/// Lines that an error shows.
+/// Number of log lines included in an error.
 const LINES_SHOWN: usize = 20;
 
-/// What its log says when it serves; the address follows.
+/// Log text that precedes the address once the server accepts requests.
 const LISTENING: &str = "listening on ";
 
-/// Time enough for a server to end that has nothing in flight.
+/// Time limit for the shutdown of a server without requests in flight.
 const ENDING: Duration = Duration::from_secs(10);
 
-/// How long a program may take to say its version.
+/// Timeout for `--version`.
 const VERSION: Duration = Duration::from_secs(10);
 
-/// How often a process, or whoever wants to stop, is looked at.
+/// Interval of polling a process and the stop flag.
 const TICK: Duration = Duration::from_millis(20);
 
 impl Server {
-    /// Starts `program` with these arguments and waits until it says where it listens. Variables that configure a
-    /// server are kept from it: what it is, the scenario says. Fails when it ends, has not spoken within `patience`,
-    /// or the run is stopped.
+    /// Starts `program` with these arguments and waits until it logs its address. Environment variables that
+    /// configure a server are removed, so that only the scenario configures it. Fails if the process exits,
+    /// does not listen within `patience`, or the run is stopped.
     pub fn start(program: &Path, args: &[String], patience: Duration, progress: &Progress) -> Result<Server> {
         let mut child = command(program)
             .args(args)
             .stderr(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        let stderr = child.stderr.take().expect("it is piped; anything else is a bug");
+        let stderr = child.stderr.take().expect("the stream is piped");
         let (log, (found, url)) = (Log::default(), channel());
         log.clone().drain(stderr, found);
-        // From here on the child is ended whatever happens.
+        // From here on, dropping `server` ends the child.
         let mut server = Server { child, url: String::new(), log, ending: ENDING };
         server.url = server.wait_for(&url, patience, progress)?;
         Ok(server)
@@ -84,7 +84,7 @@ impl Server {
                 Ok(url) => return Ok(url),
                 Err(RecvTimeoutError::Disconnected) => {
                     let status = wait(&mut self.child, ENDING)?.context("the server closed its log")?;
-                    bail!("the server ended with {status} before it listened{}", self.log);
+                    bail!("the server ended with {status} before it was listening{}", self.log);
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     ensure!(
@@ -93,7 +93,7 @@ impl Server {
                     );
                     ensure!(
                         Instant::now() < deadline,
-                        "the server does not listen after {patience:?}{}",
+                        "the server is not listening after {patience:?}{}",
                         self.log
                     );
                 }
@@ -101,9 +101,9 @@ impl Server {
         }
     }
 
-    /// Fails when the server has ended by itself.
+    /// Fails if the server process has exited.
     pub fn check(&mut self) -> Result<()> {
-        match self.child.try_wait().context("cannot ask after the server")? {
+        match self.child.try_wait().context("cannot get the status of the server process")? {
             Some(status) => bail!("the server ended with {status}{}", self.log),
             None => Ok(()),
         }
@@ -111,9 +111,9 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Asks the server to end; one that does not is killed.
+    /// Terminates the server; kills it if it does not exit in time.
     fn drop(&mut self) {
-        // One that has ended has been waited for, and its number may be another's.
+        // An exited process has been reaped, and its pid may have been reused.
         if let Ok(Some(_)) = self.child.try_wait() {
             return;
         }
@@ -126,7 +126,7 @@ impl Drop for Server {
 }
 
 impl Log {
-    /// Reads all that the server says, on a thread of its own, and tells the address once.
+    /// Reads the server's log on a separate thread and sends the address once.
     fn drain(self, stderr: ChildStderr, found: Sender<String>) {
         thread::spawn(move || {
             let mut found = Some(found);
@@ -135,7 +135,7 @@ impl Log {
             while reader.by_ref().take(1 << 16).read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
                 if let (Some(url), Some(found)) = (address(&text), &found) {
-                    // Nobody waits any more once the patience is over.
+                    // The receiver may have given up after its timeout.
                     let _ = found.send(url);
                 }
                 if address(&text).is_some() {
@@ -148,7 +148,7 @@ impl Log {
     }
 
     fn keep(&self, line: String) {
-        let mut lines = self.0.lock().expect("nobody panics with the log; this is a bug");
+        let mut lines = self.0.lock().expect("no thread panics while it holds the log");
         if lines.len() == LINES_SHOWN {
             lines.pop_front();
         }
@@ -158,39 +158,39 @@ impl Log {
 
 impl std::fmt::Display for Log {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let lines = self.0.lock().expect("nobody panics with the log; this is a bug");
+        let lines = self.0.lock().expect("no thread panics while it holds the log");
         match lines.is_empty() {
-            true => f.write_str("; it said nothing"),
+            true => f.write_str("; it logged nothing"),
             false => lines.iter().try_fold((), |(), line| write!(f, "\n  {line}")),
         }
     }
 }
 
-/// The address in a line that says where the server listens.
+/// Extracts the address from the log line that announces it.
 fn address(line: &str) -> Option<String> {
     let (_, rest) = line.split_once(LISTENING)?;
     let url = rest.split([' ', '"', '\u{1b}']).next()?;
     (url.starts_with("http://") || url.starts_with("https://")).then(|| url.to_owned())
 }
 
-/// What the program calls its version.
+/// Returns the version that the program prints.
 pub fn version(program: &Path) -> Result<String> {
-    let name = || format!("cannot ask {} for its version", program.display());
+    let name = || format!("cannot get the version of {}", program.display());
     let mut child = command(program).arg("--version").stdout(Stdio::piped()).spawn().with_context(name)?;
     let status = wait(&mut child, VERSION).with_context(name)?;
     let Some(status) = status else {
         let _ = child.kill();
         let _ = child.wait();
-        bail!("{} does not say its version", program.display());
+        bail!("{} does not print its version", program.display());
     };
-    let mut said = String::new();
-    let stdout = child.stdout.take().expect("it is piped; anything else is a bug");
-    stdout.take(1000).read_to_string(&mut said).with_context(name)?;
+    let mut output = String::new();
+    let stdout = child.stdout.take().expect("the stream is piped");
+    stdout.take(1000).read_to_string(&mut output).with_context(name)?;
     ensure!(status.success(), "{} --version ended with {status}", program.display());
-    Ok(said.lines().next().unwrap_or("").trim().to_owned())
+    Ok(output.lines().next().unwrap_or("").trim().to_owned())
 }
 
-/// A program that reads and says nothing unless it is asked for it, and that no variable configures.
+/// Creates a command with null standard streams and without `MAINSTEM_*` environment variables.
 fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -202,7 +202,7 @@ fn command(program: &Path) -> Command {
     command
 }
 
-/// Waits this long for a process to end; `None` when it has not.
+/// Waits up to `patience` for a process to exit. Returns `None` if it has not.
 fn wait(child: &mut Child, patience: Duration) -> std::io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + patience;
     loop {
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    /// A script that stands in for the server; gone with the test.
+    /// A script that acts as the server; removed on drop.
     struct Script(PathBuf);
 
     impl Script {
@@ -229,8 +229,8 @@ mod tests {
             Script(path)
         }
 
-        /// The shell reads it, so that nothing is executed that was just written: another test's child may still
-        /// hold such a file open.
+        /// Runs the script through the shell: executing a file that was just written can fail, because a
+        /// child of another test may still hold it open for writing.
         fn start(&self, patience: Duration) -> Result<Server> {
             let args = [self.0.display().to_string(), "serve".into(), "model".into()];
             Server::start(Path::new("/bin/sh"), &args, patience, &Progress::default())
@@ -265,7 +265,8 @@ mod tests {
         assert!(!is_alive(pid));
     }
 
-    /// More than a pipe holds, before and after it listens: it would never come to its end.
+    /// The script writes more than a pipe holds before and after it listens, so it would block if the log
+    /// were not read.
     #[test]
     fn a_long_log_holds_nobody_up() {
         let script = Script::new(
@@ -295,9 +296,9 @@ mod tests {
     fn a_server_that_never_listens_is_given_up_and_ended() {
         let script = Script::new("silent", "echo $$ >&2\nexec sleep 1000\n");
         let error = script.start(Duration::from_secs(5)).err().expect("it says nothing").to_string();
-        let (told, said) = error.split_once('\n').expect("its number");
-        assert_eq!(told, "the server does not listen after 5s");
-        assert!(!is_alive(said.trim().parse().unwrap()));
+        let (message, pid) = error.split_once('\n').expect("its number");
+        assert_eq!(message, "the server is not listening after 5s");
+        assert!(!is_alive(pid.trim().parse().unwrap()));
     }
 
     #[test]

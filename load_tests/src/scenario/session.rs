@@ -1,6 +1,6 @@
-//! One scenario from its first server to its report.
+//! Runs one scenario and builds its report.
 //!
-//! Invariant: every variant is sent the same requests at the same times.
+//! Invariant: every variant receives the same requests at the same times.
 
 use std::time::Duration;
 
@@ -28,36 +28,35 @@ use crate::{
     run::{self, Connections, Progress, Settings, Target},
 };
 
-/// What one request takes alone is the median of so many.
+/// Number of single requests whose median latency is measured.
 const SOLO_REQUESTS: usize = 3;
 
-/// One scenario while it is run.
+/// A scenario being run.
 pub struct Session<'a> {
     pub scenario: &'a Scenario,
     pub options: &'a Options,
     pub progress: &'a Progress,
+    /// Receives progress lines.
     pub tell: &'a mut dyn FnMut(&str),
 }
 
-/// What requests are sent to.
+/// The server that requests are sent to.
 enum Service {
+    /// A server started by the session.
     Child(Server),
-    /// Somebody else's.
-    Running {
-        url: String,
-        metrics_url: Option<String>,
-    },
+    /// A server that was already running.
+    Running { url: String, metrics_url: Option<String> },
 }
 
 impl Session<'_> {
-    /// Measures everything, and makes a report of it.
+    /// Runs all variants and returns the report sections.
     pub fn run(mut self) -> Result<Vec<Section>> {
         (self.tell)(&self.scenario.title);
         let server = match &self.scenario.server.url {
             Some(url) => url.clone(),
             None => server::version(&self.options.server)?,
         };
-        let (solo, model) = self.solo().context("measuring one request alone")?;
+        let (solo, model) = self.solo().context("measuring a single request")?;
         let tokens = self.token_scale();
         let scale = Scale::of(self.scenario.paper.as_ref(), tokens, solo);
         self.announce(&scale);
@@ -66,7 +65,7 @@ impl Session<'_> {
             if is_wanted(self.options, variant) && !is_stopped(self.progress) {
                 let measured = self.variant(number, variant, &scale, &mut results);
                 match measured {
-                    // What was measured until then is reported.
+                    // Results measured until the stop are reported.
                     Err(_) if is_stopped(self.progress) => break,
                     measured => measured.with_context(|| format!("variant {}", variant.name()))?,
                 }
@@ -76,9 +75,9 @@ impl Session<'_> {
         Ok(sections::sections(self.scenario, &head, &results))
     }
 
-    /// What one request takes alone, and the model that was asked.
+    /// Measures the latency of a single request without load. Returns it with the model name.
     fn solo(&mut self) -> Result<(Duration, String)> {
-        (self.tell)("measuring one request alone");
+        (self.tell)("measuring a single request");
         let mut service = self.service(&[])?;
         let shape = Shape {
             requests: SOLO_REQUESTS,
@@ -88,11 +87,11 @@ impl Session<'_> {
         let settings = self.settings(&service, "alone", shape, 0);
         let run = self.one_run(&mut service, &Settings { warmups: 1, ..settings })?;
         ensure!(run.counts.failed == 0, "{} of {SOLO_REQUESTS} requests failed", run.counts.failed);
-        let e2el = run.latencies.e2el.context("no request was answered")?;
+        let e2el = run.latencies.e2el.context("no request completed")?;
         Ok((Duration::from_secs_f64(e2el.stats.median / 1e3), run.models.join(", ")))
     }
 
-    /// Says what is to come and about how long it takes.
+    /// Reports the number of runs and their estimated duration.
     fn announce(&mut self, scale: &Scale) {
         let rows = 0..self.scenario.rows();
         let wanted = self.scenario.variants.iter().filter(|variant| is_wanted(self.options, variant));
@@ -102,7 +101,7 @@ impl Session<'_> {
         let repeats = self.options.repeats();
         let seconds = times.iter().sum::<f64>() * repeats as f64;
         (self.tell)(&format!(
-            "one request alone takes {:.1} ms: times are {:.4} of the paper's, and {} runs take about {}",
+            "a single request takes {:.1} ms, so times are scaled by {:.4}; {} runs take about {}",
             scale.solo.as_secs_f64() * 1e3,
             scale.time,
             times.len() * repeats,
@@ -110,7 +109,7 @@ impl Session<'_> {
         ));
     }
 
-    /// All runs of one variant.
+    /// Executes all runs of one variant.
     fn variant(
         &mut self,
         number: usize,
@@ -138,7 +137,8 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// The server with these arguments beside the scenario's and the options' own.
+    /// Starts a server with the arguments of the scenario, the options and the variant, or returns the
+    /// running one.
     fn service(&self, variant: &[String]) -> Result<Service> {
         let ServerPart { url, metrics_url, model, args } = self.server_parts();
         if let Some(url) = url {
@@ -171,7 +171,7 @@ impl Session<'_> {
         };
         let target = Target {
             url,
-            // A server that is started for this has one model; of another's, the first is meant.
+            // A started server has one model; of a running one, the first is used.
             models: Vec::new(),
             keys: Vec::new(),
             endpoint: Endpoint::Completions,
@@ -194,7 +194,8 @@ impl Session<'_> {
         }
     }
 
-    /// Each repeat draws its own prompts, gaps and lengths, and all variants draw the same.
+    /// Returns the load of a run. Each repeat has its own random prompts, gaps and lengths; all variants have
+    /// the same.
     fn load(&self, shape: &Shape, repeat: u64) -> Load {
         let part = &self.scenario.load;
         Load {
@@ -225,24 +226,22 @@ impl Session<'_> {
         let ServerPart { url, args, .. } = self.server_parts();
         let mut notes = Vec::new();
         if url.is_some() {
-            notes.push(
-                "the server was running already: what its variant is, only its own settings say".into(),
-            );
+            notes.push("the server was already running; its settings are unknown".into());
         } else {
             let args = args::serve(None, &[&args, &self.options.server_args], self.options.slots);
-            notes.push(format!("arguments of every server: {}", args::shown(&args)));
+            notes.push(format!("arguments of all servers: {}", args::shown(&args)));
         }
         if !self.options.variants.is_empty() {
-            notes.push(format!("of the variants only {}", self.options.variants.join(", ")));
+            notes.push(format!("selected variants: {}", self.options.variants.join(", ")));
         }
         if is_stopped(self.progress) {
-            notes.push("interrupted: what is missing was not run".into());
+            notes.push("interrupted: missing results were not run".into());
         }
         notes
     }
 }
 
-/// A time in words that promise little.
+/// Formats an approximate duration.
 fn in_words(seconds: f64) -> String {
     match seconds {
         s if s < 100.0 => format!("{s:.0} s"),

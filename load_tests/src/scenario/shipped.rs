@@ -1,10 +1,10 @@
-//! The scenarios that come with the program, for when their files are not at hand.
+//! The built-in scenarios, usable without their files.
 //!
-//! Invariant: what is here is what lies in `scenarios/`.
+//! Invariant: the built-in scenarios are exactly the files in `scenarios/`.
 
 use std::path::Path;
 
-/// Name and text of each.
+/// Name and text of each built-in scenario.
 pub const SHIPPED: [(&str, &str); 5] = [
     ("flover-interval", include_str!("../../scenarios/flover-interval.toml")),
     ("flover-poisson", include_str!("../../scenarios/flover-poisson.toml")),
@@ -13,7 +13,7 @@ pub const SHIPPED: [(&str, &str); 5] = [
     ("tiny", include_str!("../../scenarios/tiny.toml")),
 ];
 
-/// The scenario that a path without a folder names, with `.toml` or without.
+/// Returns the built-in scenario named by a path without a directory, with or without `.toml`.
 pub fn named(path: &Path) -> Option<&'static str> {
     let name = path.to_str()?;
     let name = name.strip_suffix(".toml").unwrap_or(name);
@@ -25,7 +25,7 @@ mod tests {
     use super::*;
     use crate::scenario::file::Scenario;
 
-    /// Each is good, and each file of the folder is one of them.
+    /// Every built-in scenario is valid, and every file of the directory is one.
     #[test]
     fn every_shipped_scenario_is_good() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("scenarios");

@@ -1,17 +1,17 @@
-//! The Prometheus text format: lines of a name, labels and a value.
+//! A parser of the Prometheus text format.
 //!
-//! Our own, because the crate that reads the format knows no colon in a name, and `vllm:` and `llamacpp:` have one.
-//! Invariant: a line that is none is passed over, and hides no other.
+//! The existing crate does not accept colons in names, which `vllm:` and `llamacpp:` metrics have.
+//! Invariant: an invalid line is skipped and does not affect other lines.
 
 use std::collections::BTreeMap;
 
 /// The labels of a series, unescaped.
 pub type Labels = BTreeMap<String, String>;
 
-/// Every series of a reading, by name and labels.
+/// All series of a scrape, by name and labels.
 pub type Reading = BTreeMap<String, BTreeMap<Labels, f64>>;
 
-/// The series of an exposition; comments, types and what is not finite are left out.
+/// Parses all series; comments, types and non-finite values are skipped.
 pub fn read(text: &str) -> Reading {
     let mut reading = Reading::new();
     for (name, labels, value) in text.lines().filter_map(series) {
@@ -36,7 +36,7 @@ fn series(line: &str) -> Option<(&str, Labels, f64)> {
     value.is_finite().then_some((name, labels, value))
 }
 
-/// The labels, and what follows their closing brace.
+/// Parses labels. Returns them with the text after the closing brace.
 fn labels(mut rest: &str) -> Option<(Labels, &str)> {
     let mut labels = Labels::new();
     loop {
@@ -51,7 +51,7 @@ fn labels(mut rest: &str) -> Option<(Labels, &str)> {
     }
 }
 
-/// The text up to the closing quotation mark, and what follows it.
+/// Parses a quoted string. Returns it unescaped, with the text after the closing quotation mark.
 fn quoted(rest: &str) -> Option<(String, &str)> {
     let mut text = String::new();
     let mut chars = rest.char_indices();

@@ -1,6 +1,6 @@
-//! The metrics that are known, and what each says about a run: ours, vLLM's where they mean the same, llama.cpp's.
+//! Known server metrics and the report rows derived from them: those of Mainstem, vLLM and llama.cpp.
 //!
-//! Invariant: a row is there only when the server told what it is made of.
+//! Invariant: a row exists only if the server provides the metrics it is computed from.
 
 use super::{
     exposition::Labels,
@@ -8,19 +8,19 @@ use super::{
 };
 use crate::report::{Distribution, RunReport, ServerReport, ServerRow};
 
-/// What names begin with where ours and vLLM's are the same.
+/// Metric name prefixes of Mainstem and vLLM, which share many metric names.
 const PREFIXES: [&str; 2] = ["mainstem_", "vllm:"];
 
 const MS: f64 = 1e3;
 
-/// A server's account, as far as it is known what its metrics mean.
+/// Builds the server report from the increase of its metrics.
 struct Account<'a> {
     server: &'a Increase,
     client: &'a RunReport,
     rows: Vec<ServerRow>,
 }
 
-/// The rows in the order of the table. `None` where there are none.
+/// Builds the rows in table order, or returns `None` if no metric is known.
 pub fn report(server: &Increase, client: &RunReport) -> Option<ServerReport> {
     let mut account = Account { server, client, rows: Vec::new() };
     account.requests();
@@ -33,7 +33,7 @@ pub fn report(server: &Increase, client: &RunReport) -> Option<ServerReport> {
     if account.rows.is_empty() {
         return None;
     }
-    account.row("server started anew", "", server.restarted().then_some(1.0), None);
+    account.row("server restarted", "", server.restarted().then_some(1.0), None);
     let (steps, sequences_per_step) = (account.step_count(), account.sequences_per_step());
     let steps = steps.map(|steps| steps as u64);
     Some(ServerReport { rows: account.rows, steps, sequences_per_step })
@@ -52,8 +52,8 @@ impl Account<'_> {
         self.row("requests succeeded", "", self.finished(&["stop", "length", "repetition"]), completed);
         self.row("requests failed", "", self.finished(&["error", "timeout"]), failed);
         self.row("requests aborted", "", self.finished(&["abort"]), None);
-        self.row("requests refused", "", self.total("admission_rejections_total"), None);
-        self.row("clients gone", "", self.total("clients_gone_total"), None);
+        self.row("requests rejected", "", self.total("admission_rejections_total"), None);
+        self.row("clients disconnected", "", self.total("clients_gone_total"), None);
         self.row("preemptions", "", self.total("num_preemptions_total"), None);
     }
 
@@ -66,8 +66,8 @@ impl Account<'_> {
             ["llamacpp:prompt_seconds_total", "llamacpp:tokens_predicted_seconds_total"].map(llama);
         self.row("prompt tokens", "", prompt, Some(self.client.input_tokens as f64));
         self.row("output tokens", "", output, Some(self.client.output_tokens as f64));
-        self.row("time with prompts", "s", prompt_s, None);
-        self.row("time with output", "s", output_s, None);
+        self.row("prompt processing time", "s", prompt_s, None);
+        self.row("generation time", "s", output_s, None);
     }
 
     fn steps(&mut self) {
@@ -78,7 +78,7 @@ impl Account<'_> {
         self.row("sequences per step", "", self.sequences_per_step(), None);
         self.row("tokens per step", "", tokens, None);
         self.row("rows per step", "", rows, None);
-        // Rows are tokens and holes.
+        // Rows of a step are tokens and holes.
         self.row("holes per step", "", rows.zip(tokens).map(|(rows, tokens)| rows - tokens), None);
         self.spread("step", "step_seconds", None);
     }
@@ -95,7 +95,7 @@ impl Account<'_> {
         self.spread("decode", "request_decode_time_seconds", None);
         self.spread("TTFT", "time_to_first_token_seconds", client.ttft.as_ref());
         self.spread("TPOT", "request_time_per_output_token_seconds", client.tpot.as_ref());
-        // The latter is what vLLM called it once.
+        // The second is vLLM's former name.
         let itl = ["inter_token_latency_seconds", "time_per_output_token_seconds"];
         let itl = itl.into_iter().find(|name| self.histogram(name).is_some());
         self.spread("ITL", itl.unwrap_or_default(), client.itl.as_ref());
@@ -104,14 +104,14 @@ impl Account<'_> {
 
     fn phases(&mut self) {
         for phase in ["plan", "forward", "sample", "deliver"] {
-            let told = |labels: &Labels| labels.get("phase").is_some_and(|told| told == phase);
+            let matches = |labels: &Labels| labels.get("phase").is_some_and(|label| label == phase);
             let total =
-                self.server.total_of("mainstem_step_phase_seconds_sum", told).filter(|&total| total > 0.0);
+                self.server.total_of("mainstem_step_phase_seconds_sum", matches).filter(|&total| total > 0.0);
             self.row(&format!("phase {phase}"), "s", total, None);
         }
     }
 
-    /// Mean and estimated percentiles of a histogram of seconds, in milliseconds.
+    /// Adds the mean and estimated percentiles of a histogram of seconds, in milliseconds.
     fn spread(&mut self, name: &str, suffix: &str, client: Option<&Distribution>) {
         let Some(histogram) = self.histogram(suffix) else { return };
         let stats = client.map(|distribution| &distribution.stats);
@@ -124,7 +124,7 @@ impl Account<'_> {
         }
     }
 
-    /// Every step counts once in each histogram about steps.
+    /// Returns the number of decode steps; each step counts once in every histogram about steps.
     fn step_count(&self) -> Option<f64> {
         let histograms = ["step_slots", "iteration_tokens", "iteration_tokens_total"];
         let count =
@@ -136,7 +136,8 @@ impl Account<'_> {
         self.histogram("step_slots").and_then(|slots| slots.mean()).or_else(|| self.busy_slots())
     }
 
-    /// llama.cpp tells the mean since its start; each reading's mean times its steps are the sequences so far.
+    /// Computes the mean number of busy slots per step of llama.cpp, which reports the mean since its start:
+    /// each scrape's mean times its steps is the cumulative number of sequences.
     fn busy_slots(&self) -> Option<f64> {
         let (mean_before, mean) = self.server.gauge("llamacpp:n_busy_slots_per_decode")?;
         let steps = self.server.total("llamacpp:n_decode_total").filter(|&steps| steps > 0.0)?;
@@ -149,10 +150,10 @@ impl Account<'_> {
     }
 
     fn finished(&self, reasons: &[&str]) -> Option<f64> {
-        let told = |labels: &Labels| {
+        let matches = |labels: &Labels| {
             labels.get("finished_reason").is_some_and(|reason| reasons.contains(&reason.as_str()))
         };
-        let of = |prefix| self.server.total_of(&format!("{prefix}request_success_total"), told);
+        let of = |prefix| self.server.total_of(&format!("{prefix}request_success_total"), matches);
         PREFIXES.iter().find_map(of)
     }
 

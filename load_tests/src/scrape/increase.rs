@@ -1,68 +1,71 @@
-//! By how much counters and histograms grew between two readings.
+//! The increase of counters and histograms between two scrapes.
 //!
-//! Invariant: nothing ever shrinks: what seems to began anew, and its later value is all of its growth.
+//! Invariant: increases are never negative: a smaller value means a reset, and the later value is the whole
+//! increase.
 
 use std::ops::Add;
 
 use super::exposition::{Labels, Reading, read};
 
-/// Two readings of one server.
+/// The increase of a server's metrics between two scrapes.
 #[derive(Debug)]
 pub struct Increase {
-    /// Empty when the server was started anew after it.
+    /// The earlier scrape; empty if the server restarted after it.
     before: Reading,
     after: Reading,
     restarted: bool,
 }
 
-/// By how much a histogram grew, all of its label sets together.
+/// The increase of a histogram, summed over all label sets.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Histogram {
     sum: Option<f64>,
     pub count: f64,
-    /// Upper ends, ascending, and how many values are not above them.
+    /// Upper bounds, ascending, with the cumulative number of values.
     buckets: Vec<(f64, f64)>,
 }
 
 impl Increase {
+    /// Parses two scrapes of the same server.
     pub fn between(before: &str, after: &str) -> Self {
         let (before, after) = (read(before), read(after));
         let restarted = restarted(&before, &after);
         Self { before: if restarted { Reading::new() } else { before }, after, restarted }
     }
 
-    /// Whether the server was started anew in between, so that the growth is that since its start.
+    /// Returns whether the server restarted in between, so that increases are since its start.
     pub fn restarted(&self) -> bool {
         self.restarted
     }
 
-    /// Growth of a counter, over those of its label sets that `belongs` takes. `None` when there is no such metric.
+    /// Returns the increase of a counter, summed over the label sets accepted by `belongs`, or `None` if the
+    /// metric does not exist.
     pub fn total_of(&self, name: &str, belongs: impl Fn(&Labels) -> bool) -> Option<f64> {
         let series = self.after.get(name)?;
         let growths = series.keys().filter(|labels| belongs(labels)).map(|labels| self.grown(name, labels));
-        // The sum of no floats would be -0.
+        // `sum` of no floats would be -0.
         Some(growths.fold(0.0, f64::add))
     }
 
-    /// The same over all label sets.
+    /// Returns the increase of a counter, summed over all label sets, or `None` if the metric does not exist.
     pub fn total(&self, name: &str) -> Option<f64> {
         self.total_of(name, |_| true)
     }
 
-    /// Growth of a histogram. `None` when there is no such metric.
+    /// Returns the increase of a histogram, or `None` if the metric does not exist.
     pub fn histogram(&self, name: &str) -> Option<Histogram> {
         let count = self.total(&format!("{name}_count"))?;
         let sum = self.total(&format!("{name}_sum"));
         Some(Histogram { sum, count, buckets: self.buckets(&format!("{name}_bucket")) })
     }
 
-    /// A gauge without labels, or with the same labels always, before and after.
+    /// Returns the values of a gauge with a single label set, before and after.
     pub fn gauge(&self, name: &str) -> Option<(f64, f64)> {
         let value = |reading: &Reading| reading.get(name).and_then(|series| series.values().next().copied());
         value(&self.after).map(|after| (value(&self.before).unwrap_or(0.0), after))
     }
 
-    /// A counter's value before.
+    /// Returns the earlier value of a counter, summed over all label sets.
     pub fn before(&self, name: &str) -> f64 {
         self.before.get(name).map_or(0.0, |series| series.values().sum())
     }
@@ -92,10 +95,11 @@ fn growth(before: f64, after: f64) -> f64 {
     if after < before { after } else { after - before }
 }
 
-/// Whether anything that counts has fallen: then all of it began anew, also what has passed its old value since.
+/// Returns whether any counter decreased or the process start time changed: then all metrics were reset,
+/// including those that have exceeded their old value since.
 fn restarted(before: &Reading, after: &Reading) -> bool {
     let start = |reading: &Reading| reading.get("process_start_time_seconds").cloned();
-    // Elsewhere a name may end so, and be that of a gauge.
+    // Gauges of other programs may have names with these endings.
     let known = |name: &str| ["mainstem_", "vllm:", "llamacpp:"].iter().any(|begin| name.starts_with(begin));
     let counts =
         |name: &str| known(name) && ["_total", "_count", "_bucket"].iter().any(|end| name.ends_with(end));
@@ -107,13 +111,13 @@ fn restarted(before: &Reading, after: &Reading) -> bool {
 }
 
 impl Histogram {
-    /// The mean of the values that came; `None` when none did.
+    /// Returns the mean of the added values, or `None` if there are none.
     pub fn mean(&self) -> Option<f64> {
         self.sum.filter(|_| self.count > 0.0).map(|sum| sum / self.count)
     }
 
-    /// An estimate of the quantile, 0 to 1: within its bucket values are taken to lie evenly, and beyond the last
-    /// finite end at that end, as Prometheus has it. `None` when no value came.
+    /// Estimates a quantile, 0 to 1, like Prometheus: values are assumed to be uniform within a bucket, and
+    /// values beyond the last finite bound to lie at that bound. Returns `None` if there are no values.
     pub fn quantile(&self, quantile: f64) -> Option<f64> {
         if self.count <= 0.0 {
             return None;
@@ -152,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_server_started_anew_counts_from_its_start() {
-        // The first has passed its old value; the second shows that it began anew.
+        // The first has exceeded its old value; the second shows that the server restarted.
         let before = "vllm:a_total 100\nvllm:b_total 7\nvllm:c_sum 5\n";
         let after = "vllm:a_total 150\nvllm:b_total 3\nvllm:c_sum 6\n";
         let increase = Increase::between(before, after);
@@ -161,7 +165,7 @@ mod tests {
         assert_eq!(grown, [150.0, 3.0, 6.0].map(Some));
         let gauges = |value| format!("vllm:running {value}\nthread_count {value}\nvllm:a_total 1\n");
         assert!(!Increase::between(&gauges(9), &gauges(2)).restarted());
-        // One that is not known to count may fall alone, and still does not shrink.
+        // A metric of unknown type may decrease without a restart; its increase is still not negative.
         assert_eq!(Increase::between("c_sum 5\n", "c_sum 2\n").total("c_sum"), Some(2.0));
         let start = |at: u64, a: u64| format!("process_start_time_seconds {at}\na_total {a}\n");
         assert_eq!(Increase::between(&start(1, 5), &start(2, 8)).total("a_total"), Some(8.0));
@@ -177,7 +181,7 @@ mod tests {
 
     #[test]
     fn quantiles_lie_evenly_within_their_bucket() {
-        // 10 up to 1, 30 in 1 to 3, 8 in 3 to 10, 2 beyond.
+        // 10 values up to 1, 30 from 1 to 3, 8 from 3 to 10, 2 above.
         let histogram = histogram(&[("10", 48), ("1", 10), ("3.0", 40), ("+Inf", 50)], 140.0, 50);
         assert_eq!(histogram.mean(), Some(2.8));
         assert_eq!(histogram.quantile(0.1), Some(0.5));

@@ -1,6 +1,6 @@
-//! The server's own Prometheus metrics, before a run and after it, and what they say about it.
+//! The server's own Prometheus metrics, scraped before and after a run.
 //!
-//! Invariant: whatever a server sends as its metrics, there is a report of what is known in it, or none.
+//! Invariant: any metrics text yields a report of its known metrics, or none; it never causes an error.
 
 mod exposition;
 mod families;
@@ -8,15 +8,15 @@ mod increase;
 
 use crate::report::{RunReport, ServerReport};
 
-/// One reading of `/metrics`.
+/// One scrape of `/metrics`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scrape {
-    /// The text as it came.
+    /// The text as received.
     pub text: String,
 }
 
-/// What happened between two readings; beside it the client's figures of the same run. `None` where no known metric
-/// is told.
+/// Builds the server report from two scrapes, with the client's values of the same run. Returns `None` if
+/// there is no known metric.
 pub fn report(before: &Scrape, after: &Scrape, client: &RunReport) -> Option<ServerReport> {
     families::report(&increase::Increase::between(&before.text, &after.text), client)
 }
@@ -32,8 +32,8 @@ mod tests {
         run::Record,
     };
 
-    /// What the server's metrics say beside a client that saw two completed requests of 2 tokens, and one that
-    /// failed: 20 tokens of prompt, TTFT 10 and 20 ms, gaps 5 and 15 ms.
+    /// Returns the server report for a client with two completed requests of 2 tokens and a failed one: 20
+    /// prompt tokens, TTFT 10 and 20 ms, gaps 5 and 15 ms.
     fn between(before: &str, after: &str) -> Option<ServerReport> {
         let samples = vec![completed(0, 0, &[10, 15]), completed(0, 0, &[20, 35]), failed(0, 0)];
         let server = Some([before, after].map(|text| Scrape { text: text.to_owned() }).into());
@@ -98,7 +98,7 @@ mainstem_time_to_first_token_seconds_count{model_name="demo",engine="0"} 8
             ("requests succeeded", 3.0, Some(2.0)),
             ("requests failed", 2.0, Some(1.0)),
             ("requests aborted", 2.0, None),
-            ("requests refused", 6.0, None),
+            ("requests rejected", 6.0, None),
             ("prompt tokens", 20.0, Some(20.0)),
             ("output tokens", 5.0, Some(4.0)),
             ("steps", 10.0, None),
@@ -111,16 +111,17 @@ mainstem_time_to_first_token_seconds_count{model_name="demo",engine="0"} 8
             ("phase forward", 0.25, None),
             ("phase plan", 0.125, None),
             ("TTFT mean", 17.5, Some(15.0)),
-            // One of the four within 10 ms, two within 10 to 20, of which the first is at half their bucket.
+            // One of four values within 10 ms, two within 10 to 20 ms: the median is in the middle of the
+            // second bucket.
             ("TTFT p50", 15.0, Some(15.0)),
             ("TTFT p99", 20.0, Some(19.9)),
         ] {
             assert_eq!(row(&report, name), (server, client), "{name}");
         }
         assert_eq!((report.steps, report.sequences_per_step), (Some(10), Some(1.5)));
-        let told = |name: &str| report.rows.iter().any(|row| row.name.starts_with(name));
-        for unknown in ["ITL", "queue", "phase sample", "clients gone", "server started anew"] {
-            assert!(!told(unknown), "{unknown}");
+        let has_row = |name: &str| report.rows.iter().any(|row| row.name.starts_with(name));
+        for unknown in ["ITL", "queue", "phase sample", "clients disconnected", "server restarted"] {
+            assert!(!has_row(unknown), "{unknown}");
         }
     }
 
@@ -166,15 +167,15 @@ vllm:inter_token_latency_seconds_count{engine="0",model_name="org/m"} 4.0
                  llamacpp:n_busy_slots_per_decode {busy}\n"
             )
         };
-        // 100 steps with 200 sequences, then 300 with 900.
+        // 100 steps with 200 sequences, then 300 steps with 900.
         let report = between(&reading(5, 100, 2.0), &reading(25, 400, 2.75)).unwrap();
         assert_eq!(row(&report, "prompt tokens"), (20.0, Some(20.0)));
-        assert_eq!(row(&report, "time with prompts"), (0.0, None));
+        assert_eq!(row(&report, "prompt processing time"), (0.0, None));
         assert_eq!((report.steps, report.sequences_per_step), (Some(300), Some(3.0)));
-        // A server started anew counts from its start, and its mean does too.
+        // After a restart, counts and means are since the start.
         let report = between(&reading(5, 100, 2.0), &reading(25, 40, 1.5)).unwrap();
         assert_eq!(row(&report, "prompt tokens").0, 25.0);
-        assert_eq!(row(&report, "server started anew").0, 1.0);
+        assert_eq!(row(&report, "server restarted").0, 1.0);
         assert_eq!((report.steps, report.sequences_per_step), (Some(40), Some(1.5)));
     }
 

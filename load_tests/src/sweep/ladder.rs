@@ -1,50 +1,50 @@
-//! The steps of a sweep: which loads, and how many requests at each.
+//! The steps of a sweep: the loads, and the number of requests at each.
 //!
-//! Invariant: the loads of a ladder rise, and there is at least one.
+//! Invariant: a ladder has at least one load, and loads ascend.
 
 use std::{str::FromStr, time::Duration};
 
 use super::{Step, Unit};
 
-/// What is raised from step to step. In text, values and ranges with commas between them: `1,2,4,8`, `1..64x2`
-/// (doubling up to 64), `10..100+10`. Users begin with `users:`, rates may begin with `rates:`.
+/// The loads of a sweep. Text form: comma-separated values and ranges such as `1,2,4,8`, `1..64x2` (doubling
+/// up to 64) and `10..100+10`. Numbers of users have the prefix `users:`; rates may have the prefix `rates:`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ladder {
-    /// Requests per second; the settings' arrival process at each, Poisson where it has no rate.
+    /// Requests per second, with the arrival process of the settings, or Poisson if it has no rate.
     Rates(Vec<f64>),
-    /// Users of a closed loop.
+    /// Numbers of users of a closed loop.
     Users(Vec<usize>),
 }
 
-/// How many requests a step sends. In text a number, or a time such as `30s` or `2m`.
+/// The size of a step. Text form: a number of requests, or a duration such as `30s` or `2m`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StepSize {
     Requests(usize),
-    /// As many as come in this time: by the rate, or by the pace of the step before. At least
-    /// [`StepSize::LEAST`], and as many for each user as [`StepSize::LEAST_PER_USER`].
+    /// As many requests as arrive in this time, by the rate or the throughput of the previous step. At least
+    /// [`StepSize::REQUESTS_MIN`], and [`StepSize::REQUESTS_PER_USER_MIN`] per user.
     Time(Duration),
 }
 
-/// Ladders are not longer than this.
+/// Maximum number of steps of a ladder.
 const STEPS_MAX: usize = 1000;
 
-/// No step is larger.
+/// Maximum number of requests of a step.
 const REQUESTS_MAX: f64 = 1e7;
 
 const RATES: std::ops::RangeInclusive<f64> = 1e-4..=1e6;
 const USERS: std::ops::RangeInclusive<f64> = 1.0..=1e5;
 
 impl Ladder {
-    /// Reads a ladder of rates; an `/s` after a number is allowed.
+    /// Parses a ladder of rates; numbers may have the suffix `/s`.
     pub fn rates(text: &str) -> Result<Ladder, String> {
         let rates = values(text, |value| value.strip_suffix("/s").unwrap_or(value), |rate| rate)?;
         match rates.iter().find(|rate| !RATES.contains(rate)) {
-            Some(rate) => Err(format!("{rate} requests per second is not within 0.0001 and 1000000")),
+            Some(rate) => Err(format!("{rate} requests per second is not between 0.0001 and 1000000")),
             None => Ok(Ladder::Rates(rates)),
         }
     }
 
-    /// Reads a ladder of numbers of users; the values of a range are rounded.
+    /// Parses a ladder of numbers of users; the values of a range are rounded.
     pub fn users(text: &str) -> Result<Ladder, String> {
         let users = values(text, |value| value, f64::round)?;
         match users.iter().find(|users| !USERS.contains(users) || users.fract() != 0.0) {
@@ -53,7 +53,7 @@ impl Ladder {
         }
     }
 
-    /// What the values are.
+    /// Returns the unit of the values.
     pub fn unit(&self) -> Unit {
         match self {
             Ladder::Rates(_) => Unit::Rate,
@@ -61,7 +61,7 @@ impl Ladder {
         }
     }
 
-    /// The loads, rising.
+    /// Returns the loads, ascending.
     pub fn values(&self) -> Vec<f64> {
         match self {
             Ladder::Rates(rates) => rates.clone(),
@@ -78,17 +78,17 @@ impl FromStr for Ladder {
             Some(("users", text)) => Ladder::users(text),
             Some(("rates", text)) => Ladder::rates(text),
             None => Ladder::rates(text),
-            Some((unit, _)) => Err(format!("'{unit}' cannot be raised; rates: and users: can")),
+            Some((unit, _)) => Err(format!("unknown prefix '{unit}:'; expected rates: or users:")),
         }
     }
 }
 
 impl Unit {
-    /// A load halfway, as factors go, between two; `None` when there is none.
+    /// Returns the geometric mean of two loads, rounded, or `None` if there is no load between them.
     pub(super) fn between(self, low: f64, high: f64) -> Option<f64> {
         let middle = (low * high).sqrt();
         let middle = match self {
-            // Three digits name it.
+            // Rounded to three digits.
             Unit::Rate => format!("{middle:.2e}").parse().unwrap_or(middle),
             Unit::Users => middle.round(),
         };
@@ -97,12 +97,12 @@ impl Unit {
 }
 
 impl StepSize {
-    /// The fewest requests of a step whose size is a time.
+    /// Minimum number of requests of a step whose size is a time.
     pub const LEAST: usize = 40;
-    /// And the fewest for each user.
+    /// Minimum number of requests per user of a step whose size is a time.
     pub const LEAST_PER_USER: usize = 4;
 
-    /// Requests of the step at `x`, after those of less load.
+    /// Returns the number of requests of the step at load `x`, given the steps of lower load.
     pub(super) fn requests(self, unit: Unit, x: f64, lower: &[Step]) -> usize {
         let time = match self {
             StepSize::Requests(requests) => return requests,
@@ -127,7 +127,7 @@ impl FromStr for StepSize {
         if let Ok(requests) = text.parse() {
             return match requests {
                 1..=10_000_000 => Ok(StepSize::Requests(requests)),
-                _ => Err("a step has from 1 to 10000000 requests".into()),
+                _ => Err("the number of requests of a step must be from 1 to 10000000".into()),
             };
         }
         let (number, seconds) = match (text.strip_suffix('s'), text.strip_suffix('m')) {
@@ -138,13 +138,13 @@ impl FromStr for StepSize {
         let seconds = number.parse::<f64>().map_err(|_| refused())? * seconds;
         match (0.1..=86_400.0).contains(&seconds) {
             true => Ok(StepSize::Time(Duration::from_secs_f64(seconds))),
-            false => Err(format!("a step takes from 0.1 s to a day, not {seconds} s")),
+            false => Err(format!("the duration of a step must be from 0.1 s to one day, not {seconds} s")),
         }
     }
 }
 
-/// The values that a text names, which must rise. `bare` takes a unit off a number, `made` makes of a range's value
-/// what is meant.
+/// Parses a list of values, which must ascend. `bare` strips the unit of a number, and `made` rounds the
+/// values of a range.
 fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Vec<f64>, String> {
     let number = |text: &str| -> Result<f64, String> {
         let number = bare(text.trim()).parse().ok().filter(|number: &f64| number.is_finite());
@@ -164,12 +164,12 @@ fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Ve
     }
     values.dedup();
     match values.windows(2).find(|pair| pair[0] > pair[1]) {
-        Some(pair) => Err(format!("the steps must rise, and {} comes after {}", pair[1], pair[0])),
+        Some(pair) => Err(format!("the steps must ascend, but {} comes after {}", pair[1], pair[0])),
         None => Ok(values),
     }
 }
 
-/// The values of `LOW..HIGHxFACTOR` or `LOW..HIGH+STEP`; `rest` is what follows the dots.
+/// Returns the values of `LOW..HIGHxFACTOR` or `LOW..HIGH+STEP`; `rest` is the text after the dots.
 fn range(
     part: &str,
     low: f64,
@@ -180,18 +180,20 @@ fn range(
     let (high, by, is_factor) = match (rest.split_once('x'), rest.split_once('+')) {
         (Some((high, factor)), _) => (number(high)?, number(factor)?, true),
         (None, Some((high, step))) => (number(high)?, number(step)?, false),
-        (None, None) => return refused("a range ends in xFACTOR or +STEP, as in 1..64x2 or 10..100+10"),
+        (None, None) => {
+            return refused("a range must end in xFACTOR or +STEP, such as 1..64x2 or 10..100+10");
+        }
     };
     if low <= 0.0 || low > high {
-        return refused("a range goes from a number above 0 to one that is not less");
+        return refused("a range must start above 0 and not end below its start");
     }
     if is_factor && by <= 1.0 {
-        return refused("the factor must be more than 1");
+        return refused("the factor must be above 1");
     }
     if by <= 0.0 {
-        return refused("the step must be more than 0");
+        return refused("the step must be above 0");
     }
-    // What rounding adds does not cost the range its end.
+    // Tolerates rounding errors, so that the end of the range is included.
     let is_within = |value: &f64| *value <= high * (1.0 + 1e-9);
     let value = |n: usize| if is_factor { low * by.powi(n as i32) } else { low + by * n as f64 };
     Ok((0..=STEPS_MAX).map(value).take_while(is_within).collect())
@@ -211,7 +213,7 @@ mod tests {
         assert_eq!(ladder("1..64x2").values(), [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]);
         assert_eq!(ladder("rates:1..100x2").values().last(), Some(&64.0));
         assert_eq!(ladder("10..40+10,100").values(), [10.0, 20.0, 30.0, 40.0, 100.0]);
-        // 0.1 thirty times over is a little more than 3.
+        // In floating point, 30 times 0.1 is slightly more than 3.
         assert_eq!(ladder("0.1..3+0.1").values().len(), 30);
         assert_eq!(ladder("users:1..4x1.5,10"), Ladder::Users(vec![1, 2, 3, 10]));
         assert_eq!(ladder("users:5"), Ladder::Users(vec![5]));
@@ -224,20 +226,20 @@ mod tests {
             ("1,,2", "'' is not a number"),
             ("1,x", "'x' is not a number"),
             ("NaN", "'NaN' is not a number"),
-            ("1..64", "'1..64': a range ends in"),
-            ("1..64x1", "the factor must be more than 1"),
-            ("1..64x-2", "the factor must be more than 1"),
-            ("1..64+0", "the step must be more than 0"),
-            ("64..1x2", "'64..1x2': a range goes"),
-            ("0..8+1", "a range goes from a number above 0"),
-            ("4,2", "the steps must rise, and 2 comes after 4"),
+            ("1..64", "'1..64': a range must end in"),
+            ("1..64x1", "the factor must be above 1"),
+            ("1..64x-2", "the factor must be above 1"),
+            ("1..64+0", "the step must be above 0"),
+            ("64..1x2", "'64..1x2': a range must start"),
+            ("0..8+1", "a range must start above 0"),
+            ("4,2", "the steps must ascend, but 2 comes after 4"),
             ("1..8x2,4", "4 comes after 8"),
-            ("0", "0 requests per second is not within"),
-            ("2e6", "is not within"),
+            ("0", "0 requests per second is not between"),
+            ("2e6", "is not between"),
             ("1..1000000+1", "more than 1000 steps"),
             ("users:1.5", "1.5 is not a number of users"),
             ("users:0", "0 is not a number of users"),
-            ("loads:1", "'loads' cannot be raised"),
+            ("loads:1", "unknown prefix 'loads:'"),
         ] {
             let error = text.parse::<Ladder>().unwrap_err();
             assert!(error.contains(part), "{text}: {error}");

@@ -1,41 +1,43 @@
-//! Whether an open loop's server falls behind.
+//! Detects whether the server of an open loop falls behind.
 //!
-//! Latency that is merely long is no lag, and neither is a rise that ends. What tells is that things get worse for
-//! as long as requests come: each waits longer for its first token than the one before (the server's places are
-//! full), or ever more of them are in flight (it has places, but answers more slowly than requests come). Both are
-//! slopes over the time of the run, taken as the median of the slopes between all pairs of points (Theil and Sen),
-//! which a few strange requests do not move; the first quarter of the run, in which it fills, is left out.
+//! High latency alone is not lag, nor is a temporary increase. The criterion is that the state worsens as
+//! long as requests arrive: either the time to first token keeps growing (all slots of the server are busy),
+//! or the number of requests in flight keeps growing (slots are free, but the server completes requests more
+//! slowly than they arrive). Both are slopes over the run, estimated as the median of the slopes between all
+//! pairs of points (Theil-Sen estimator), which is robust against outliers. The first quarter of the run, in
+//! which the server fills, is ignored.
 //!
-//! Invariant: what is told is a function of when requests were due, sent, begun and over, and of nothing else.
+//! Invariant: the result depends only on when requests were due and sent, their first tokens, and their ends.
 
 use std::{fmt, time::Duration};
 
 use crate::sample::Sample;
 
-/// Part of the run that is left out, for the server to fill.
+/// Initial fraction of the run that is ignored while the server fills.
 const FILLING: f64 = 0.25;
-/// A wait that grows by no more than this, in seconds per second, is noise.
+/// Minimum growth of a wait in seconds per second; slower growth is noise.
 const WAIT_GROWTH_MIN: f64 = 0.05;
-/// So is one that grows, over the run, by no more than this many latencies of the lowest step.
+/// Minimum growth of a wait over the run, as a multiple of the latency of the lowest step.
 const WAIT_GROWTH_LATENCIES: f64 = 0.5;
-/// When the share of requests that stay in flight is no more than this, they may be on their way to a balance.
+/// Minimum fraction of arriving requests that stay in flight; below it, the number in flight may still
+/// converge.
 const PILE_SHARE_MIN: f64 = 0.3;
-/// The same when the pile is no higher than what comes within this many latencies of the lowest step.
+/// Minimum growth of the number in flight, as the arrivals within this many latencies of the lowest step.
 const PILE_LATENCIES: f64 = 3.0;
 
-/// With fewer points no slope is told.
+/// Minimum number of points for a slope.
 const POINTS_MIN: usize = 10;
-/// More points are thinned: every pair is looked at.
+/// Maximum number of points, because all pairs are evaluated; more points are downsampled.
 const POINTS_MAX: usize = 150;
 
-/// How an open loop's server falls behind.
+/// The way in which an open loop falls behind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Lag {
-    /// It is the generator: requests are sent ever later, in seconds per second of the run.
+    /// The generator falls behind: the send delay grows by this many seconds per second.
     Late(f64),
-    /// Requests wait ever longer for their first token, in seconds per second of the run.
+    /// The time to first token grows by this many seconds per second.
     Waiting(f64),
-    /// This share of the requests that come stays in flight.
+    /// This fraction of the arriving requests stays in flight.
     PilingUp(f64),
 }
 
@@ -43,15 +45,15 @@ impl fmt::Display for Lag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Lag::Late(slope) => {
-                write!(f, "requests leave the generator ever later, by {slope:.2} s per second")
+                write!(f, "the send delay of the load generator grows by {slope:.2} s per second")
             }
             Lag::Waiting(slope) => write!(f, "TTFT grows by {slope:.2} s per second"),
-            Lag::PilingUp(share) => write!(f, "{:.0} % of the requests that come pile up", share * 100.0),
+            Lag::PilingUp(share) => write!(f, "{:.0} % of the arriving requests pile up", share * 100.0),
         }
     }
 }
 
-/// How the server falls behind these requests, if it does. `latency_s`: what a request takes at little load.
+/// Returns how the server falls behind, if it does. `latency_s` is the latency at low load in seconds.
 pub(super) fn lag(samples: &[Sample], latency_s: f64) -> Option<Lag> {
     let mut samples: Vec<&Sample> = samples.iter().collect();
     samples.sort_by_key(|sample| sample.scheduled);
@@ -73,12 +75,12 @@ pub(super) fn lag(samples: &[Sample], latency_s: f64) -> Option<Lag> {
     }
     let in_flight = InFlight::of(&samples);
     let share = slope_of(&|sample| Some(in_flight.at(sample.scheduled))) * over_s / samples.len() as f64;
-    // By Little's law, what piles up is as many requests as come within its part of the time.
+    // By Little's law, the growth corresponds to the arrivals within `share` of the time.
     let piles = share > PILE_SHARE_MIN && share * judged_s > PILE_LATENCIES * latency_s;
     piles.then_some(Lag::PilingUp(share))
 }
 
-/// How many requests are due and not over.
+/// The number of requests that are due and not ended, as a function of time.
 struct InFlight {
     due: Vec<Duration>,
     ended: Vec<Duration>,
@@ -99,8 +101,8 @@ impl InFlight {
     }
 }
 
-/// The slope of a line through the points, which ascend: the median of the slopes between any two. `None` when they
-/// are too few.
+/// Returns the Theil-Sen slope of points with ascending x: the median of the slopes between all pairs.
+/// Returns `None` if there are too few points.
 fn slope(points: &[(f64, f64)]) -> Option<f64> {
     if points.len() < POINTS_MIN {
         return None;
@@ -114,7 +116,7 @@ fn slope(points: &[(f64, f64)]) -> Option<f64> {
     (!slopes.is_empty()).then(|| *slopes.select_nth_unstable_by(middle, f64::total_cmp).1)
 }
 
-/// At most [`POINTS_MAX`] of the points, evenly chosen, the first and the last among them.
+/// Selects at most [`POINTS_MAX`] evenly spaced points, including the first and the last.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= POINTS_MAX {
         return points.to_vec();
@@ -131,7 +133,7 @@ pub(super) mod tests {
         testing::sample,
     };
 
-    /// When requests of a Poisson process come, in seconds.
+    /// Returns the arrival times of a Poisson process in seconds.
     fn poisson(rate: f64, count: usize, draws: &mut Draws) -> Vec<f64> {
         let gaps = (0..count).map(|_| -(1.0 - draws.unit()).ln() / rate);
         gaps.scan(0.0, |at, gap| Some(std::mem::replace(at, *at + gap))).collect()
@@ -141,7 +143,7 @@ pub(super) mod tests {
         (0..count).map(|n| n as f64 / rate).collect()
     }
 
-    /// A server of one place, where each request takes a second.
+    /// Simulates a server with one slot, where each request takes a second.
     pub fn queue(arrivals: &[f64]) -> Vec<Sample> {
         let served = |free: &mut f64, (index, &at): (usize, &f64)| {
             let begun = free.max(at);
@@ -151,7 +153,8 @@ pub(super) mod tests {
         arrivals.iter().enumerate().scan(0.0, served).collect()
     }
 
-    /// A fused loop: a step takes `step_s` and `row_s` for each of its requests, which need `tokens` steps each.
+    /// Simulates a fused loop: a step takes `step_s` plus `row_s` per request, and each request needs
+    /// `tokens` steps.
     fn fused(arrivals: &[f64], slots: usize, step_s: f64, row_s: f64, tokens: &[u32]) -> Vec<Sample> {
         let (mut now, mut come, mut live, mut samples) = (0.0, 0, Vec::new(), Vec::new());
         while samples.len() < arrivals.len() {
@@ -176,7 +179,7 @@ pub(super) mod tests {
         samples
     }
 
-    /// Of this many seeds, how many have requests that fall behind.
+    /// Returns for how many of the seeds the server falls behind.
     fn behind(seeds: u64, latency_s: f64, samples: impl Fn(&mut Draws) -> Vec<Sample>) -> usize {
         let of = |seed| lag(&samples(&mut Draws::new(seed, Purpose::Arrivals)), latency_s);
         (0..seeds).filter(|seed| of(*seed).is_some()).count()
@@ -188,13 +191,13 @@ pub(super) mod tests {
         assert_eq!([found(0.3), found(0.6), found(0.8)], [0, 0, 0]);
         assert!(found(1.15) >= 38, "{}", found(1.15));
         assert_eq!([found(1.5), found(3.0)], [40, 40]);
-        // Without chance in the arrivals a few requests tell.
+        // With constant gaps, a few requests suffice.
         assert_eq!(lag(&queue(&constant(0.95, 60)), 1.0), None);
         let Some(Lag::Waiting(slope)) = lag(&queue(&constant(1.15, 60)), 1.0) else { panic!("it is behind") };
         assert!((slope - 0.15).abs() < 0.001, "{slope}");
     }
 
-    /// A request alone takes 2.7 s; 32 at once make 4.8 requests per second.
+    /// A single request takes 2.7 s; 32 concurrent requests reach 4.8 requests per second.
     #[test]
     fn a_fused_loop_of_few_places_is_behind_when_they_are_full() {
         let tokens: Vec<u32> = (0..32).map(|n| 64 + n * 4).collect();
@@ -208,8 +211,8 @@ pub(super) mod tests {
         assert_eq!(found(2.0), 20);
     }
 
-    /// With 256 places none waits, but at twice the 7.2 requests per second that they make, each is slower than the
-    /// one before.
+    /// With 256 slots no request waits, but at twice the capacity of 7.2 requests per second, each is slower
+    /// than the one before.
     #[test]
     fn a_fused_loop_of_many_places_is_behind_when_requests_pile_up() {
         let served =
@@ -221,7 +224,7 @@ pub(super) mod tests {
         assert!(matches!(lag, Some(Lag::PilingUp(_))), "{lag:?}");
     }
 
-    /// A server without bounds, where every answer takes 16 to 240 steps: a run may be over before the first answer.
+    /// With unlimited slots and responses of 16 to 240 steps, the arrivals may end before the first response.
     #[test]
     fn long_answers_are_no_lag_however_short_the_run() {
         for (count, rate) in
@@ -234,7 +237,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Cold caches, and every tenth request a second later than the others.
+    /// Cold caches, and a random tenth of the requests delayed by a second.
     #[test]
     fn a_slow_beginning_and_noise_are_no_lag() {
         let served = |draws: &mut Draws| {
@@ -247,7 +250,7 @@ pub(super) mod tests {
             constant(1.0, 100).into_iter().enumerate().map(one).collect()
         };
         assert_eq!(behind(20, 0.7, served), 0);
-        // The same getting worse.
+        // The same with a growing delay.
         let worse = |draws: &mut Draws| {
             let mut samples = served(draws);
             for sample in &mut samples {

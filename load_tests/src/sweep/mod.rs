@@ -1,7 +1,7 @@
-//! One load at rising rates or numbers of users until the server is saturated, and the knee: the last step that it
-//! keeps up with.
+//! Sweeps: a load at increasing rates or numbers of users until the server is saturated. The knee is the last
+//! step that the server keeps up with.
 //!
-//! Invariant: a step is judged by its own samples and by steps of less load, never by what comes after it.
+//! Invariant: the verdict on a step depends only on its own samples and on steps of lower load.
 
 mod ladder;
 mod lag;
@@ -22,31 +22,31 @@ use crate::{
 pub use ladder::{Ladder, StepSize};
 pub use words::{knee, sections};
 
-/// How a sweep goes up.
+/// The definition of a sweep.
 #[derive(Clone, Debug)]
 pub struct Climb {
     pub ladder: Ladder,
     pub size: StepSize,
-    /// What completed requests must keep; with them, a step that too few requests keep is saturated.
+    /// Goodput limits; a step in which too few requests are within them is saturated.
     pub limits: Limits,
-    /// Steps to run on after saturation, the first saturated one included; 0 counts as 1.
+    /// Number of saturated steps to run before stopping; 0 counts as 1.
     pub beyond: usize,
-    /// Steps between the knee and the first saturated one, each halving what lies between them.
+    /// Number of bisection steps between the knee and the first saturated step.
     pub refine: usize,
 }
 
-/// What a sweep came to.
+/// The results of a sweep.
 #[derive(Clone, Debug)]
 pub struct Sweep {
     pub unit: Unit,
-    /// By rising load.
+    /// Steps by ascending load.
     pub steps: Vec<Step>,
-    /// Index of the last step before the first saturated one, the last of all when none was; `None` when the first
-    /// was saturated already.
+    /// Index of the last step before the first saturated one, or of the last step if none is saturated;
+    /// `None` if the first step is saturated.
     pub knee: Option<usize>,
 }
 
-/// What is raised from step to step.
+/// The unit of the load of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Requests per second.
@@ -55,18 +55,19 @@ pub enum Unit {
     Users,
 }
 
+/// A step of a sweep.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// Requests per second, or users.
+    /// The load: requests per second, or users.
     pub x: f64,
     pub run: RunReport,
-    /// Why this step counts as saturated, in a few words; `None` when it does not.
+    /// Reason why the step is saturated; `None` if it is not.
     pub saturated: Option<String>,
 }
 
-/// Climbs until so many steps were saturated as `climb` says, the ladder ends, or the run is stopped; `watch` sees
-/// each step. A step during which the run is stopped does not count. Fails when a run does, and when the settings'
-/// arrivals have no rate that could be raised.
+/// Runs a sweep until enough steps are saturated, the ladder ends, or the run is stopped; `watch` receives
+/// each step. A step during which the run is stopped is dropped. Fails if a run fails, or if the arrival
+/// process has no rate that can be changed.
 pub fn sweep(
     settings: &Settings,
     climb: &Climb,
@@ -91,7 +92,7 @@ pub fn sweep(
 }
 
 impl Unit {
-    /// `8/s`, `1 user`, `8 users`.
+    /// Formats a load: `8/s`, `1 user`, `8 users`.
     pub fn name(self, x: f64) -> String {
         match self {
             Unit::Rate => format!("{x}/s"),
@@ -101,10 +102,10 @@ impl Unit {
     }
 }
 
-/// Runs a step, given those of less load. `None` ends the climb.
+/// Runs a step, given the steps of lower load. `None` ends the sweep.
 type RunStep<'a> = dyn FnMut(f64, &[Step]) -> anyhow::Result<Option<Step>> + 'a;
 
-/// The steps, by rising load: up the ladder, then between the knee and the step after it.
+/// Runs the steps of the ladder, then the bisection steps after the knee. Returns them by ascending load.
 fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
     let mut steps = Vec::new();
     let is_saturated = |step: &Step| step.saturated.is_some();
@@ -124,7 +125,7 @@ fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// Runs one step and judges it; `None` when it was stopped.
+/// Runs and evaluates one step; returns `None` if it was stopped.
 fn step(
     settings: &Settings,
     unit: Unit,
@@ -134,7 +135,7 @@ fn step(
     progress: &Progress,
 ) -> anyhow::Result<Option<Step>> {
     let record = run::run(settings, progress);
-    // A run that is stopped before it began has failed.
+    // A run that is stopped before it starts returns an error.
     if progress.stop.load(Ordering::Relaxed) {
         return Ok(None);
     }
@@ -147,8 +148,8 @@ fn step(
     Ok(Some(Step { x, run, saturated }))
 }
 
-/// The settings of the step of this `number`. It draws requests of its own, so that no step finds the prompts of
-/// another in a server's cache; only the first warms up.
+/// Returns the settings of step `number`. Each step has its own random requests, so that none finds the
+/// prompts of another in the server's cache; only the first step warms up.
 fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> anyhow::Result<Settings> {
     let mut settings = settings.clone();
     settings.label = Some(unit.name(x));
@@ -156,7 +157,7 @@ fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> 
     settings.load.seed = settings.load.seed.wrapping_add(number);
     settings.warmups = if number == 0 { settings.warmups } else { 0 };
     if unit == Unit::Rate {
-        // The client's own limit must not look like the server's.
+        // The time limit must not make the step look saturated.
         let planned = Duration::from_secs_f64(requests as f64 / x);
         settings.time_limit = settings.time_limit.max(planned.saturating_add(settings.request_timeout));
     }
@@ -167,7 +168,7 @@ fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> 
     Ok(settings)
 }
 
-/// The process at this many requests per second; a Poisson process in the place of one that has no rate.
+/// Returns the arrival process at this many requests per second, or a Poisson process if it has no rate.
 fn at_rate(arrivals: &Arrivals, rate: f64) -> anyhow::Result<Arrivals> {
     let mean_gap = Duration::from_secs_f64(1.0 / rate);
     Ok(match arrivals {
@@ -178,9 +179,10 @@ fn at_rate(arrivals: &Arrivals, rate: f64) -> anyhow::Result<Arrivals> {
         Arrivals::Gamma { shape, .. } => Arrivals::Gamma { mean_gap, shape: *shape },
         Arrivals::Trace(_) => {
             let own = arrivals.rate().filter(|own| own.is_finite());
-            arrivals.stretched(own.context("the trace takes no time: it has no rate to raise")? / rate)
+            arrivals
+                .stretched(own.context("all requests of the trace are simultaneous: it has no rate")? / rate)
         }
-        Arrivals::Ramp { .. } => bail!("a ramp has no one rate to raise"),
+        Arrivals::Ramp { .. } => bail!("a ramp has no constant rate"),
     })
 }
 
@@ -201,8 +203,8 @@ mod tests {
         Climb { ladder, size: StepSize::Requests(1), limits: Limits::new(), beyond, refine }
     }
 
-    /// The loads that are run against a server that keeps up with `capacity`, in the order of the climb, and as they
-    /// stand in the end.
+    /// Returns the loads that are run against a server that keeps up with `capacity`, in the order of
+    /// execution and in the order of the result.
     fn loads(climb: &Climb, capacity: f64, most: usize) -> (Vec<f64>, Vec<f64>) {
         let mut run = Vec::new();
         let steps = ascend(climb, &mut |x, lower| {
@@ -226,7 +228,7 @@ mod tests {
         let (order, rising) = loads(&climb("1..64x2", 2, 3), 10.0, all);
         assert_eq!(order[6..], [11.3, 9.51, 10.4]);
         assert_eq!(rising, [1.0, 2.0, 4.0, 8.0, 9.51, 10.4, 11.3, 16.0, 32.0]);
-        // Between neighbours there is nobody, and beneath the lowest nothing is sought.
+        // Adjacent numbers of users have no value between them, and no step is added below the lowest.
         assert_eq!(loads(&climb("users:1..8+1", 1, 9), 4.0, all).0, [1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(loads(&climb("4,8", 1, 9), 1.0, all).0, [4.0]);
     }
@@ -262,6 +264,6 @@ mod tests {
         };
         assert_eq!(*times, [0.0, 0.05, 0.05, 0.3, 0.5].map(Duration::from_secs_f64));
         let error = at_rate(&Arrivals::Trace([Duration::ZERO; 3].into()), 8.0).unwrap_err().to_string();
-        assert!(error.contains("the trace takes no time"), "{error}");
+        assert!(error.contains("all requests of the trace are simultaneous"), "{error}");
     }
 }

@@ -1,22 +1,23 @@
-//! Whether a step was more than the server keeps up with.
+//! Decides whether a step saturates the server.
 //!
-//! Invariant: the verdict is a function of the step's samples and of the steps of less load.
+//! Invariant: the verdict is a function of the step's samples and of the steps of lower load.
 
 use super::{Step, Unit, lag::lag};
 use crate::{report::RunReport, sample::Sample};
 
-/// More failed requests than this share are too many.
+/// Maximum fraction of failed requests.
 const FAILED_MAX: f64 = 0.01;
-/// Fewer requests within the limits than this share are too few.
+/// Minimum fraction of requests within the goodput limits.
 const GOOD_MIN: f64 = 0.9;
 
-/// In a closed loop, users that are half as many again must bring a tenth more throughput, and others in proportion.
+/// Minimum throughput gain of a closed loop for [`GAIN_MIN_FOR`] times as many users; other ratios scale
+/// logarithmically.
 const GAIN_MIN: f64 = 1.1;
 const GAIN_MIN_FOR: f64 = 1.5;
-/// Smaller rises are not judged: noise is as large as what they bring.
+/// Minimum ratio of users to compare with a lower step; smaller gains are lost in noise.
 const RISE_MIN: f64 = 1.25;
 
-/// Why an open loop's step is saturated; `None` when it is not.
+/// Returns why a step of an open loop is saturated, or `None` if it is not.
 pub(super) fn open_loop(run: &RunReport, samples: &[Sample], lower: &[Step]) -> Option<String> {
     let lowest = lower.first().map_or(run, |step| &step.run);
     let latency_s = lowest.latencies.e2el.as_ref().map_or(0.0, |e2el| e2el.stats.median / 1e3);
@@ -24,7 +25,7 @@ pub(super) fn open_loop(run: &RunReport, samples: &[Sample], lower: &[Step]) -> 
     failures(run).or_else(behind).or_else(|| misses(run))
 }
 
-/// Why a closed loop's step of `users` is saturated; `None` when it is not.
+/// Returns why a step of a closed loop with `users` users is saturated, or `None` if it is not.
 pub(super) fn closed_loop(users: f64, run: &RunReport, lower: &[Step]) -> Option<String> {
     let flat = || {
         let before = lower.iter().rev().find(|step| step.x * RISE_MIN <= users)?;
@@ -32,8 +33,8 @@ pub(super) fn closed_loop(users: f64, run: &RunReport, lower: &[Step]) -> Option
         let gain_min = (users / before.x).powf(GAIN_MIN.ln() / GAIN_MIN_FOR.ln());
         let percent = (gain - 1.0).abs() * 100.0;
         let word = if gain < 1.0 { "below" } else { "above" };
-        let told = || format!("throughput is {percent:.0} % {word} that of {}", Unit::Users.name(before.x));
-        (gain < gain_min).then(told)
+        let reason = || format!("throughput is {percent:.0} % {word} that of {}", Unit::Users.name(before.x));
+        (gain < gain_min).then(reason)
     };
     failures(run).or_else(flat).or_else(|| misses(run))
 }
@@ -66,24 +67,24 @@ mod tests {
         Step { x, run: RunReport { output_throughput, latencies, ..report(100) }, saturated: None }
     }
 
-    /// A tenth for half as many users again is 11.7 % for six tenths more.
+    /// A gain of 10 % for 1.5 times as many users corresponds to 11.7 % for 1.6 times as many.
     #[test]
     fn users_that_bring_nothing_are_too_many() {
         let lower = [step(8.0, 100.0), step(10.0, 101.0)];
-        let told = |users: f64, throughput: f64| closed_loop(users, &step(users, throughput).run, &lower);
-        assert_eq!(told(16.0, 112.0), Some("throughput is 11 % above that of 10 users".into()));
-        assert_eq!(told(16.0, 113.0), None);
-        // Against 8, as 10 are too near: half as many again.
-        assert_eq!(told(12.0, 109.0), Some("throughput is 9 % above that of 8 users".into()));
-        assert_eq!(told(12.0, 111.0), None);
-        assert_eq!(told(16.0, 50.0), Some("throughput is 50 % below that of 10 users".into()));
+        let reason = |users: f64, throughput: f64| closed_loop(users, &step(users, throughput).run, &lower);
+        assert_eq!(reason(16.0, 112.0), Some("throughput is 11 % above that of 10 users".into()));
+        assert_eq!(reason(16.0, 113.0), None);
+        // Compared with 8 users (a ratio of 1.5), because 10 are too close.
+        assert_eq!(reason(12.0, 109.0), Some("throughput is 9 % above that of 8 users".into()));
+        assert_eq!(reason(12.0, 111.0), None);
+        assert_eq!(reason(16.0, 50.0), Some("throughput is 50 % below that of 10 users".into()));
         assert_eq!(closed_loop(9.0, &step(9.0, 1.0).run, &lower), None);
         assert_eq!(closed_loop(1.0, &step(1.0, 0.0).run, &[]), None);
     }
 
     #[test]
     fn failures_and_limits_saturate() {
-        let told = |change: fn(&mut RunReport)| {
+        let reason = |change: fn(&mut RunReport)| {
             let mut run = step(1.0, 1.0).run;
             change(&mut run);
             let open = open_loop(&run, &[], &[]);
@@ -94,9 +95,9 @@ mod tests {
             let limits_ms = [("ttft".to_string(), 1.0)].into();
             Some(Goodput { limits_ms, good: 0, throughput: 0.0, share })
         };
-        assert_eq!(told(|run| run.counts.failed = 1), None);
-        assert_eq!(told(|run| run.counts.failed = 2), Some("2 of 100 requests failed".into()));
-        let unsent = told(|run| run.counts.unsent = 3);
+        assert_eq!(reason(|run| run.counts.failed = 1), None);
+        assert_eq!(reason(|run| run.counts.failed = 2), Some("2 of 100 requests failed".into()));
+        let unsent = reason(|run| run.counts.unsent = 3);
         assert_eq!(unsent, Some("the time limit left 3 of 100 requests unsent".into()));
         let (mut run, enough) = (step(1.0, 1.0).run, good(0.9));
         run.goodput = enough;
@@ -105,7 +106,7 @@ mod tests {
         assert_eq!(open_loop(&run, &[], &[]), Some("89 % of the requests are within the limits".into()));
     }
 
-    /// The lowest step sets what counts as much: waits that are little beside its latency are none.
+    /// Growth is relative to the latency of the lowest step; small growth is ignored.
     #[test]
     fn the_lowest_step_is_the_measure() {
         let samples = queue(&constant(1.15, 60));
@@ -114,7 +115,7 @@ mod tests {
             lowest.run.latencies.e2el = always(latency_ms);
             open_loop(&step(2.0, 1.0).run, &samples, &[lowest])
         };
-        // 60 requests come in 51.3 s; in the last three quarters of them the wait grows by 5.77 s.
+        // 60 requests arrive in 51.3 s; in the last three quarters the wait grows by 5.77 s.
         assert_eq!(of(11_400.0), Some("TTFT grows by 0.15 s per second".into()));
         assert_eq!(of(11_700.0), None);
     }

@@ -1,6 +1,6 @@
-//! A sweep as part of a report, and its knee in words.
+//! The report sections of a sweep, and a sentence about its knee.
 //!
-//! Invariant: nothing is judged here; the words say what the steps say.
+//! Invariant: texts only restate the verdicts of the steps.
 
 use super::{Step, Sweep, Unit};
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-/// Where the knee is, in a sentence.
+/// Describes the knee in a sentence.
 pub fn knee(sweep: &Sweep) -> String {
     let name = |step: &Step| sweep.unit.name(step.x);
     let beyond = |step: &Step| {
@@ -22,12 +22,12 @@ pub fn knee(sweep: &Sweep) -> String {
     match (sweep.knee.map(|knee| &sweep.steps[knee]), sweep.steps.get(first_beyond)) {
         (Some(knee), Some(next)) => format!("The server keeps up at {}; {}.", name(knee), beyond(next)),
         (Some(knee), None) => format!("The server keeps up at every step, up to {}.", name(knee)),
-        (None, Some(first)) => format!("The lowest step is too much for the server: {}.", beyond(first)),
-        (None, None) => "No step was run to its end.".into(),
+        (None, Some(first)) => format!("The server is saturated at the lowest step: {}.", beyond(first)),
+        (None, None) => "No step completed.".into(),
     }
 }
 
-/// The parts of a report about a sweep: its curves, and a table of the steps.
+/// Returns the report sections of a sweep: its curves, and a table of the steps.
 pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
     let points = sweep.steps.iter().map(|step| SweepPoint { x: step.x, run: step.run.clone() });
     let curves = Section::Sweep {
@@ -38,8 +38,8 @@ pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
     };
     let table = Section::Table {
         title: format!("{title}: steps"),
-        text: "A step is saturated when requests fail, wait ever longer, pile up or miss the limits, or when more \
-               users bring no more throughput."
+        text: "A step is saturated when requests fail, wait longer and longer, pile up or miss the limits, or when more \
+               users do not increase throughput."
             .into(),
         columns: columns(sweep.unit),
         rows: sweep.steps.iter().map(row).collect(),
@@ -117,17 +117,17 @@ mod tests {
     #[test]
     fn the_knee_is_told_in_words() {
         let steps = [(4.0, None), (8.0, None), (16.0, Some("TTFT grows by 0.41 s per second"))];
-        let told = |steps: &[_], at| knee(&sweep(Unit::Rate, steps, at));
+        let describe = |steps: &[_], at| knee(&sweep(Unit::Rate, steps, at));
         assert_eq!(
-            told(&steps, Some(1)),
+            describe(&steps, Some(1)),
             "The server keeps up at 8/s; at 16/s it falls behind: TTFT grows by 0.41 s per second."
         );
-        assert_eq!(told(&steps[..2], Some(1)), "The server keeps up at every step, up to 8/s.");
+        assert_eq!(describe(&steps[..2], Some(1)), "The server keeps up at every step, up to 8/s.");
         assert!(
-            told(&steps[2..], None)
-                .starts_with("The lowest step is too much for the server: at 16/s it falls")
+            describe(&steps[2..], None)
+                .starts_with("The server is saturated at the lowest step: at 16/s it falls")
         );
-        assert_eq!(told(&[], None), "No step was run to its end.");
+        assert_eq!(describe(&[], None), "No step completed.");
         let users = knee(&sweep(Unit::Users, &[(1.0, None), (2.0, Some("it was"))], Some(0)));
         assert_eq!(users, "The server keeps up at 1 user; at 2 users it is saturated: it was.");
     }

@@ -1,6 +1,6 @@
-//! Answers whole, odd and broken.
+//! Tests with complete, unusual and broken responses.
 //!
-//! Invariant: what a sample says is what was on the wire, whatever its form.
+//! Invariant: a sample matches what was sent on the wire, whatever its form.
 
 use std::{
     io::{Read, Write},
@@ -33,7 +33,7 @@ fn a_good_server_completes_every_request_in_full() {
         assert_eq!(sample.deliveries.len(), sample.output_len as usize);
         assert!(sample.deliveries.is_sorted());
         assert!(sample.sent <= sample.deliveries[0].at() && sample.deliveries[0].at() <= sample.ended);
-        assert!((4..=8).contains(&sample.prompt_len), "without the server's word it is the plan's");
+        assert!((4..=8).contains(&sample.prompt_len), "without usage, the prompt length is as planned");
     }
 }
 
@@ -55,10 +55,10 @@ fn a_request_says_what_it_wants_and_who_it_is() {
     assert_eq!(asked.json()["model"], "m");
 }
 
-/// What four different servers put on the wire for three tokens, and the prompt's length where they tell it.
+/// Returns what four different servers send for three tokens, and the prompt length if they report it.
 fn wire_forms() -> Vec<(&'static str, String, Option<u32>)> {
     let done = "data: [DONE]\r\n\r\n";
-    // The server of llama-cpp-python: CRLF, comments while nothing happens, spaces in the JSON, no usage.
+    // llama-cpp-python: CRLF, keep-alive comments, spaces in the JSON, no usage.
     let text = |text: &str, finish: &str| {
         format!(
             "data: {{\"id\": \"cmpl-5e0a\", \"object\": \"text_completion\", \"created\": 1721155320, \"model\": \"m\", \
@@ -68,14 +68,14 @@ fn wire_forms() -> Vec<(&'static str, String, Option<u32>)> {
     let ping = ": ping - 2025-03-16 06:41:51.280928+00:00\r\n\r\n";
     let llama_cpp_python =
         [&text(" a", "null"), ping, &text("\\n", "null"), &text(" \u{e9}", "\"length\""), done];
-    // vLLM: ids with several tokens at once, the prompt's ids first, usage in an event of its own.
+    // vLLM: several token ids per event, the prompt's ids first, usage in a separate event.
     let vllm = "data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"a\",\"logprobs\":null,\"finish_reason\":null,\
                 \"stop_reason\":null,\"prompt_token_ids\":[1,2,3,4,5],\"token_ids\":[7]}]}\n\n\
                 data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"bc\",\"finish_reason\":\"length\",\
                 \"stop_reason\":null,\"token_ids\":[8,9]}]}\n\n\
                 data: {\"id\":\"cmpl-1\",\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"total_tokens\":8,\
                 \"completion_tokens\":3,\"prompt_tokens_details\":null}}\n\ndata: [DONE]\n\n";
-    // One that counts only in its usage, and keeps the connection alive with empty events.
+    // A server with token counts only in its usage, and empty keep-alive events.
     let usage = "event: ping\ndata: \n\ndata: {\"choices\":[{\"text\":\"abc\",\"finish_reason\":\"length\"}],\
                  \"usage\":{\"prompt_tokens\":4,\"completion_tokens\":3}}\n\ndata: [DONE]\n\n";
     vec![
@@ -155,7 +155,7 @@ fn broken_answers_are_counted_by_kind() {
         (begun.clone(), FailureKind::EarlyClose, 2),
         (format!("{begun}0\r\n\r\n"), FailureKind::EarlyClose, 2),
         (format!("{begun}zz\r\n"), FailureKind::EarlyClose, 2),
-        // Its events are all there, but not the end of its framing.
+        // All events are complete, but the end of the framing is missing.
         (format!("{begun}{}", chunk(DONE)), FailureKind::EarlyClose, 2),
         (length(&format!("{TOKEN}{DONE}")), FailureKind::EarlyClose, 1),
         (format!("HTTP/1.0 200 OK\r\n\r\n{TOKEN}"), FailureKind::EarlyClose, 1),
@@ -206,7 +206,7 @@ fn clients_that_leave_really_leave_and_are_no_failures() {
     let (left, seen) = mpsc::channel();
     let address = serve(move |mut stream, _| {
         stream.write_all(HEAD.as_bytes()).unwrap();
-        // Goes on until the client is gone.
+        // Sends until the client disconnects.
         while stream.write_all(chunk(TOKEN).as_bytes()).is_ok() {}
         left.send(()).unwrap();
     });
@@ -217,7 +217,7 @@ fn clients_that_leave_really_leave_and_are_no_failures() {
     (0..4).for_each(|_| seen.recv_timeout(PATIENCE).unwrap());
 }
 
-/// Refuses the first `refusals` requests with `refusal`, and answers those after it.
+/// Rejects the first `refusals` requests with `refusal` and completes the later ones.
 fn serve_after(refusals: usize, refusal: String) -> std::net::SocketAddr {
     let count = AtomicUsize::new(0);
     serve_bytes(move |asked| {
@@ -246,7 +246,7 @@ fn a_refusal_that_stays_is_the_failure() {
     };
     assert_eq!(refused("503 X", "retry-after: 0\r\n", 2), (FailureKind::Status(503), 2));
     assert_eq!(refused("503 X", "retry-after: 0\r\n", 0), (FailureKind::Status(503), 0));
-    // A pause beyond the request's time is not begun; another status is not asked again.
+    // A delay beyond the deadline is not waited for; other statuses are not retried.
     assert_eq!(refused("429 X", "retry-after: 61\r\n", 2), (FailureKind::Status(429), 0));
     assert_eq!(refused("500 X", "retry-after: 0\r\n", 2), (FailureKind::Status(500), 0));
 }

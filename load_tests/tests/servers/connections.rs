@@ -1,6 +1,6 @@
-//! Connections: used once or again, closed under the client, read slowly, encrypted.
+//! Tests of connections: new or reused, closed by the server, read slowly, encrypted.
 //!
-//! Invariant: how connections are used changes no outcome.
+//! Invariant: the connection policy does not affect outcomes.
 
 use std::{
     io::{Read, Write},
@@ -30,8 +30,8 @@ use super::support::{
     run_to_end, serve, serve_connections, settings, users,
 };
 
-/// A server that counts its connections, and closes each after so many answers; the request after those is read
-/// and dropped.
+/// Starts a server that counts its connections and closes each after `answers` responses; the next request is
+/// read and dropped.
 fn serve_counted(answers: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&count);
@@ -61,7 +61,7 @@ fn an_idle_connection_is_used_again_where_that_is_wanted() {
 
 #[test]
 fn a_connection_closed_under_the_client_costs_no_failure() {
-    // Each connection takes its second request, and closes without a word: the worst moment.
+    // Each connection reads its second request and closes without a response: the worst case.
     let (address, count) = serve_counted(1);
     let record = run_one_user(address, Connections::Reused);
     assert!(all_completed(&record), "{:?}", kinds(&record));
@@ -77,7 +77,7 @@ fn a_fresh_connection_closed_without_a_word_is_a_failure() {
     assert_eq!(count.load(SeqCst), 10);
 }
 
-/// Sends tokens until the client is gone, and tells how many bytes it got rid of.
+/// Sends tokens until the client disconnects, and reports the number of bytes sent.
 fn serve_and_measure() -> (SocketAddr, mpsc::Receiver<usize>) {
     let (pushed, seen) = mpsc::channel();
     let address = serve(move |mut stream, _| {
@@ -95,7 +95,7 @@ fn serve_and_measure() -> (SocketAddr, mpsc::Receiver<usize>) {
 #[test]
 fn a_slow_reader_reads_slowly_and_its_server_feels_it() {
     const RATE: u32 = 40_000;
-    // What the kernel may hold between the two, at most.
+    // Upper bound of the kernel's socket buffers.
     const BUFFERS: usize = 6 << 20;
     let (address, pushed) = serve_and_measure();
     let mut slow = settings(address, 1);
@@ -105,7 +105,7 @@ fn a_slow_reader_reads_slowly_and_its_server_feels_it() {
     let bytes = HEAD.len() + sample.output_len as usize * chunk(TOKEN).len();
     let allowed = (sample.ended - sample.sent).as_secs_f64() * f64::from(RATE) + f64::from(RATE / 20);
     assert!(bytes as f64 <= allowed, "{bytes} bytes of {allowed}");
-    assert!(pushed.recv_timeout(PATIENCE).unwrap() < BUFFERS, "the server was never held up");
+    assert!(pushed.recv_timeout(PATIENCE).unwrap() < BUFFERS, "the server was never throttled");
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn a_slow_reader_has_its_whole_answer_in_the_end() {
         let record = run_to_end(&slow);
         assert!(all_completed(&record));
         let answer = 30 * chunk(TOKEN).len();
-        // All but the first piece have waited for their time.
+        // Every chunk but the first is delayed by the rate limit.
         let least = Duration::from_secs_f64((answer - 1000) as f64 / 20_000.0);
         assert!(record.samples.iter().all(|s| s.output_len == 30 && s.ended - s.sent >= least), "{least:?}");
     }
@@ -126,7 +126,8 @@ fn a_slow_reader_has_its_whole_answer_in_the_end() {
 
 type TlsStream = StreamOwned<ServerConnection, TcpStream>;
 
-/// A server with a certificate of its own making for 127.0.0.1, and the file that vouches for it.
+/// Starts a server with a self-signed certificate for 127.0.0.1. Returns its address and the certificate
+/// file.
 fn serve_tls(name: &str, talk: impl Fn(TlsStream) + Send + Sync + 'static) -> (SocketAddr, PathBuf) {
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()]).unwrap();
     let file = std::env::temp_dir().join(format!("load_tests-{}-{name}.pem", std::process::id()));

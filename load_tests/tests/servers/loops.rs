@@ -1,6 +1,6 @@
-//! When requests are sent: the open loop, the closed loop, their limits and their ends.
+//! Tests of the open and the closed loop, their limits and their ends.
 //!
-//! Invariant: where a server needs several requests at once to go on, their number is the assertion.
+//! Invariant: a server that waits for several concurrent requests asserts their number by completing.
 
 use std::{
     io::{Read, Write},
@@ -25,7 +25,7 @@ use super::support::{
     run_to_end, serve, serve_bytes, settings, users,
 };
 
-/// Answers `count` requests, and none of them before all have come.
+/// Responds to `count` requests only after all have arrived.
 fn serve_once_all_are_there(count: usize) -> SocketAddr {
     let (listener, address) = listen();
     thread::spawn(move || {
@@ -38,14 +38,15 @@ fn serve_once_all_are_there(count: usize) -> SocketAddr {
     address
 }
 
-/// Answers requests in groups of `count`, each when the whole group is there; tells the most at once.
+/// Responds to requests in groups of `count`, each once the group is complete. Returns the address and the
+/// peak concurrency.
 fn serve_in_groups(count: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let (group, now, most) = (Barrier::new(count), AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
     let seen = Arc::clone(&most);
     let address = serve_bytes(move |asked| {
         seen.fetch_max(now.fetch_add(1, SeqCst) + 1, SeqCst);
         group.wait();
-        // Counted down before the answer, after which the next may come.
+        // Decremented before the response, after which the next request may arrive.
         now.fetch_sub(1, SeqCst);
         good_answer(&asked)
     });
@@ -62,7 +63,7 @@ fn more_requests_are_in_flight_than_a_connection_pool_would_hold() {
         let last_sent = record.samples.iter().map(|s| s.sent).max().unwrap();
         assert!(
             record.samples.iter().all(|s| s.deliveries[0].at() >= last_sent),
-            "all were in flight at once"
+            "all requests were in flight at once"
         );
     }
 }
@@ -71,7 +72,7 @@ fn more_requests_are_in_flight_than_a_connection_pool_would_hold() {
 fn a_stalled_server_shows_because_latency_counts_from_when_it_was_due() {
     const REQUESTS: u32 = 20;
     let gap = Duration::from_millis(5);
-    // A client that waited for an answer before it went on would never send the last request.
+    // A client that waited for a response before sending the next request would never send the last one.
     let address = serve_once_all_are_there(REQUESTS as usize);
     let settings = Settings { arrivals: constant(gap), ..settings(address, REQUESTS as usize) };
     let record = run_to_end(&settings);
@@ -84,7 +85,7 @@ fn a_stalled_server_shows_because_latency_counts_from_when_it_was_due() {
     }
 }
 
-/// Reads requests and never answers.
+/// Reads requests and never responds.
 fn serve_silence() -> SocketAddr {
     serve(|mut stream, _| {
         let _ = stream.read(&mut [0]);
@@ -130,7 +131,7 @@ fn a_run_with_nothing_more_due_before_its_limit_does_not_wait_for_it() {
 fn users_begin_together_and_none_has_two_requests_in_flight() {
     const USERS: usize = 3;
     for workers in [1, 2] {
-        // With fewer than all users at once the server would never answer.
+        // With fewer than all users in flight, the server would never respond.
         let (address, most) = serve_in_groups(USERS);
         let record = run_to_end(&Settings { arrivals: users(USERS), workers, ..settings(address, 12) });
         assert!(all_completed(&record), "{:?}", record.samples);
@@ -180,11 +181,12 @@ fn a_limit_on_what_is_in_flight_holds_over_all_workers_and_its_wait_counts() {
     let mut ended: Vec<Duration> = record.samples.iter().map(|s| s.ended).collect();
     sent.sort_unstable();
     ended.sort_unstable();
-    // The n-th may be sent when all but two of those before it are over, and is as late as that.
+    // The n-th request is sent only when all but two of the earlier ones have ended.
     assert!((3..12).all(|n| sent[n] >= ended[n - 3]), "{sent:?} {ended:?}");
 }
 
-/// Runs `settings`, and stops the run once `requests` have come to the server and have got `begin` of an answer.
+/// Runs the settings and stops the run once the server has received `requests` requests and sent `begin` to
+/// each.
 fn stop_after(
     requests: usize,
     begin: String,
@@ -257,7 +259,7 @@ fn the_watcher_sees_the_counts_of_the_run() {
     let progress = Progress::default();
     let record = run(&settings(address, 30), &progress).unwrap();
     let failed = record.samples.iter().filter(|s| matches!(s.outcome, Outcome::Failed(_))).count();
-    assert!((1..30).contains(&failed), "lengths are drawn from 3 to 6");
+    assert!((1..30).contains(&failed), "lengths are random from 3 to 6");
     assert_eq!(progress.failed.load(SeqCst), failed);
     assert_eq!(progress.completed.load(SeqCst), 30 - failed);
     assert_eq!((progress.sent.load(SeqCst), progress.in_flight.load(SeqCst)), (30, 0));

@@ -1,6 +1,6 @@
-//! The load tester against servers on real TCP: good ones, broken ones, stalled ones.
+//! Tests of the load tester against TCP servers: correct, broken and stalled ones.
 //!
-//! Invariant: servers wait for events, never for time; a client that would wait for ever is cut off by its own
+//! Invariant: servers wait for events, never for time; a client that would wait forever ends by its own
 //! timeout.
 
 mod support;

@@ -1,4 +1,4 @@
-//! The program itself: what it writes, and with which code it ends.
+//! Tests of the program: output files and exit codes.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::support::*;
 
-/// A folder of a test's own.
+/// A temporary directory, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {

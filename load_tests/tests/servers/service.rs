@@ -1,6 +1,6 @@
-//! What a run asks beside its requests: models, metrics, warm-ups; and what it shows of its keys.
+//! Tests of the other requests of a run (models, metrics, warm-ups) and of API key secrecy.
 //!
-//! Invariant: a key is seen by the server it is for, and by nobody else.
+//! Invariant: an API key is sent only to the server it is for.
 
 use std::{
     net::SocketAddr,
@@ -22,7 +22,7 @@ use super::support::{
 const MODELS: &str =
     "{\"object\":\"list\",\"data\":[{\"id\":\"tiny\",\"object\":\"model\"},{\"id\":\"other\"}]}";
 
-/// Answers everything a run may ask, and keeps what it was asked. Its metrics count the requests before.
+/// Serves every request that a run may send, and records them. Its metrics count the requests so far.
 fn serve_service() -> (SocketAddr, Arc<Mutex<Vec<Asked>>>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&log);
@@ -42,7 +42,7 @@ fn lines(log: &Mutex<Vec<Asked>>) -> Vec<String> {
     log.lock().unwrap().iter().map(|asked| asked.line().trim_end_matches(" http/1.1").to_string()).collect()
 }
 
-/// `settings` with its target changed.
+/// Returns `settings` with a changed target.
 fn aimed(settings: Settings, change: impl Fn(Target) -> Target) -> Settings {
     Settings { target: change(settings.target), ..settings }
 }
@@ -86,16 +86,16 @@ fn models_and_keys_are_spread_over_the_requests() {
 
 #[test]
 fn no_key_is_ever_shown() {
-    // The server tells keys back, as some do.
-    let told = |asked: &Asked| format!("who is {}?", asked.header("authorization").unwrap());
-    let address = serve_bytes(move |asked| page("401 X", "", &told(&asked)));
+    // The server echoes the key, as some servers do.
+    let echo = |asked: &Asked| format!("who is {}?", asked.header("authorization").unwrap());
+    let address = serve_bytes(move |asked| page("401 X", "", &echo(&asked)));
     let good = with_keys(settings(address, 2), &["sk-hunter2"]);
     let mut shown = format!("{good:?}");
     let record = run_to_end(&good);
     assert_eq!(kinds(&record), [FailureKind::Status(401); 2]);
     shown += &format!("{record:?}");
     assert!(shown.contains("who is bearer [key]?"), "{shown}");
-    let address = serve_bytes(move |asked| stream(&format!("data: {{\"error\":\"{}\"}}\n\n", told(&asked))));
+    let address = serve_bytes(move |asked| stream(&format!("data: {{\"error\":\"{}\"}}\n\n", echo(&asked))));
     let within = run_to_end(&with_keys(settings(address, 1), &["sk-hunter2"]));
     shown += &format!("{within:?}");
     let asking = aimed(good.clone(), |target| Target { models: Vec::new(), ..target });
@@ -171,7 +171,7 @@ fn a_run_that_cannot_begin_says_why() {
     let scheme = failing(&|s| aimed(s, |target| Target { url: "ftp://h".into(), ..target }));
     assert!(scheme.contains("the server's URL") && scheme.contains("ftp"), "{scheme}");
     let metrics = failing(&|s| aimed(s, |target| Target { metrics_url: Some("x".into()), ..target }));
-    assert!(metrics.contains("the URL of the metrics"), "{metrics}");
+    assert!(metrics.contains("the metrics URL"), "{metrics}");
     let load = failing(&|s| Settings { load: Load { temperature: -1.0, ..s.load }, ..s });
     assert!(load.contains("temperature"), "{load}");
     let models = failing(&|s| Settings { load: Load { models: 2, ..s.load }, ..s });
@@ -181,17 +181,17 @@ fn a_run_that_cannot_begin_says_why() {
 #[test]
 fn lists_that_name_no_model_are_refused() {
     let cut = "HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{".to_string();
-    for (answer, patience_ms, said) in [
+    for (answer, timeout_ms, expected) in [
         (page("404 X", "", "no"), 60_000, "404"),
         (page("200 OK", "", "{\"data\":[]}"), 60_000, "empty"),
         (page("200 OK", "", "hello"), 60_000, "not a list of models"),
-        (cut, 50, "no answer after 50ms"),
+        (cut, 50, "no response after 50ms"),
     ] {
         let address = serve_bytes(move |_| answer.clone());
         let mut asking = aimed(settings(address, 1), |target| Target { models: Vec::new(), ..target });
-        asking.request_timeout = Duration::from_millis(patience_ms);
+        asking.request_timeout = Duration::from_millis(timeout_ms);
         let error = format!("{:#}", run(&asking, &Progress::default()).unwrap_err());
-        assert!(error.contains(said), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
 }
 

@@ -1,6 +1,6 @@
-//! Small servers, each answer on a thread of its own, and the settings to run against them.
+//! Test servers, with a thread per connection, and settings to run against them.
 //!
-//! Invariant: a server sends exactly the bytes that its test gives it.
+//! Invariant: a server sends exactly the bytes that its test provides.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -27,24 +27,24 @@ pub const TOKEN: &str =
     "data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"token_ids\":[5],\"finish_reason\":null}]}\n\n";
 pub const DONE: &str = "data: [DONE]\n\n";
 
-/// How long a run may take that goes wrong; one that goes well waits for none of it.
+/// Timeout of a run that hangs; a successful run never waits for it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A request as it came.
+/// A received request.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// The request line and the headers, each line in lower case.
+    /// The request line and the headers, in lower case.
     pub head: Vec<String>,
     pub body: String,
 }
 
 impl Asked {
-    /// The first line, in lower case.
+    /// Returns the request line in lower case.
     pub fn line(&self) -> &str {
         &self.head[0]
     }
 
-    /// The value of a header, in lower case.
+    /// Returns the value of a header in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.head.iter().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
     }
@@ -60,7 +60,7 @@ pub fn listen() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// A port that nobody listens at, and nobody else can take while the tests run.
+/// Returns a port that nothing listens on and that stays reserved while the tests run.
 pub fn closed_port() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -69,7 +69,7 @@ pub fn closed_port() -> SocketAddr {
     address
 }
 
-/// Gives every connection to `talk`, on a thread of its own.
+/// Handles every connection with `talk` on its own thread.
 pub fn serve_connections(talk: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
     let (listener, address) = listen();
     let talk = Arc::new(talk);
@@ -82,7 +82,7 @@ pub fn serve_connections(talk: impl Fn(TcpStream) + Send + Sync + 'static) -> So
     address
 }
 
-/// Answers one request of every connection and closes it.
+/// Handles one request per connection with `answer` and closes the connection.
 pub fn serve(answer: impl Fn(TcpStream, Asked) + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |stream| {
         if let Some(asked) = read_request(&stream) {
@@ -91,7 +91,7 @@ pub fn serve(answer: impl Fn(TcpStream, Asked) + Send + Sync + 'static) -> Socke
     })
 }
 
-/// Answers every request with the bytes that `answer` makes for it, and keeps connections open.
+/// Responds to every request with the bytes returned by `answer`, and keeps connections open.
 pub fn serve_bytes(answer: impl Fn(Asked) -> String + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |mut stream| {
         while let Some(asked) = read_request(&stream) {
@@ -102,7 +102,7 @@ pub fn serve_bytes(answer: impl Fn(Asked) -> String + Send + Sync + 'static) -> 
     })
 }
 
-/// The next request of a connection; `None` when the client has closed it.
+/// Reads the next request of a connection. Returns `None` if the client has closed it.
 pub fn read_request(stream: impl Read) -> Option<Asked> {
     let mut reader = BufReader::new(stream);
     let (mut head, mut length) = (Vec::new(), 0);
@@ -129,23 +129,23 @@ pub fn chunk(text: &str) -> String {
     format!("{:x}\r\n{text}\r\n", text.len())
 }
 
-/// An answer with a length: any status, any text.
+/// Formats a response with a content length.
 pub fn page(status: &str, headers: &str, text: &str) -> String {
     format!("HTTP/1.1 {status}\r\n{headers}content-length: {}\r\n\r\n{text}", text.len())
 }
 
-/// Events as one answer, in one chunk.
+/// Formats events as a streamed response in one chunk.
 pub fn stream(events: &str) -> String {
     format!("{HEAD}{}0\r\n\r\n", chunk(events))
 }
 
-/// Every token asked for, in one chunk each, and a proper end.
+/// Formats a correct response: every requested token in its own chunk, and the end mark.
 pub fn good_answer(asked: &Asked) -> String {
     let tokens = asked.json()["max_tokens"].as_u64().unwrap() as usize;
     format!("{HEAD}{}{}0\r\n\r\n", chunk(TOKEN).repeat(tokens), chunk(DONE))
 }
 
-/// All requests at once, on two workers, each request on a connection of its own.
+/// Returns settings that send all requests at once from two workers, each on a new connection.
 pub fn settings(address: SocketAddr, requests: usize) -> Settings {
     Settings {
         label: None,
@@ -191,7 +191,7 @@ fn load(requests: usize) -> Load {
     }
 }
 
-/// A closed loop without time to think.
+/// Returns a closed loop without think time.
 pub fn users(count: usize) -> Arrivals {
     Arrivals::Users { count, think: Duration::ZERO }
 }
@@ -210,13 +210,13 @@ pub fn run_to_end(settings: &Settings) -> Record {
     run(settings, &Progress::default()).unwrap()
 }
 
-/// The only sample of a run of one request.
+/// Runs a single request and returns its sample.
 pub fn one_sample(settings: &Settings) -> Sample {
     let [sample] = run_to_end(settings).samples.try_into().unwrap();
     sample
 }
 
-/// The kind of each failure, by index.
+/// Returns the kind of each failure, by index.
 pub fn kinds(record: &Record) -> Vec<FailureKind> {
     let kind = |sample: &Sample| match &sample.outcome {
         Outcome::Failed(failure) => Some(failure.kind),

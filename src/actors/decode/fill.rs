@@ -1,7 +1,7 @@
-//! From a turn's work to a batch.
+//! Builds a batch from the work of an iteration.
 //!
-//! Invariant: spans of the encoder come first, and rows are wanted in the order of the spans, so that the results come
-//! back in the order in which somebody waits for them.
+//! Invariant: encoder spans come first, and sample rows are in the order of the spans, so that the results
+//! come back in the order of the [`OutputRouting`].
 
 use super::flight::Load;
 use super::live::Piece;
@@ -17,12 +17,12 @@ use mainstem_kernels::{
 };
 
 impl MainStem {
-    /// Makes a batch of these spans, the sources first, and of what changed its place.
-    pub(super) fn fill(&self, load: &mut Load, plan: Option<Plan>, spans: &[Work]) {
-        let Load { step, waiting } = load;
+    /// Builds a batch of these spans, encoder spans first, and of the slot plan's changes.
+    pub(super) fn fill(&self, buffers: &mut Load, plan: Option<Plan>, spans: &[Work]) {
+        let Load { step, waiting: routing } = buffers;
         let batch = &mut step.batch;
         batch.clear();
-        waiting.clear();
+        routing.clear();
         batch.lane = self.lane as u32;
         if let Some(plan) = plan {
             self.meters.moved(plan.moves.len());
@@ -32,64 +32,67 @@ impl MainStem {
         }
         for span in spans {
             if let Work::Chunk(at, Piece { start: 0, .. }) = *span {
-                self.add_source(load, at);
+                self.add_source(buffers, at);
             }
         }
         for span in spans {
             match *span {
-                Work::Next(at) => self.add_next(load, at),
-                // A source may be all there is.
+                Work::Next(at) => self.add_next(buffers, at),
+                // An encoder span may be all the work of a sequence.
                 Work::Chunk(_, Piece { len: 0, .. }) => {}
-                Work::Chunk(at, piece) => self.add_chunk(load, at, piece),
-                Work::Hole(slot) => self.add_hole(load, slot, Want::Last),
-                Work::Nothing(slot) => self.add_hole(load, slot, Want::None),
+                Work::Chunk(at, chunk) => self.add_chunk(buffers, at, chunk),
+                Work::Hole(slot) => self.add_hole(buffers, slot, Want::Last),
+                Work::Nothing(slot) => self.add_hole(buffers, slot, Want::None),
             }
         }
-        let (rows, samples) = (load.waiting.wanted.len(), load.step.batch.samples.len());
-        assert_eq!(rows, samples, "each wanted row has somebody who waits for it");
+        let (rows, samples) = (buffers.waiting.wanted.len(), buffers.step.batch.samples.len());
+        assert_eq!(rows, samples, "each sample row has a target");
     }
 
-    /// Adds the source of a sequence that begins, if it has one, and what its task wants of it.
-    fn add_source(&self, Load { step, waiting }: &mut Load, at: usize) {
-        let (batch, live) = (&mut step.batch, &self.live[at]);
-        let request = &live.sequence.request;
+    /// Adds the encoder span of a sequence that starts, if it has an encoder input, and the outputs that its
+    /// task needs.
+    fn add_source(&self, Load { step, waiting: routing }: &mut Load, at: usize) {
+        let (batch, running) = (&mut step.batch, &self.live[at]);
+        let request = &running.sequence.request;
         if request.source.is_empty() {
             return;
         }
         let want = match &request.task {
             Task::Generate => Want::None,
             Task::Embed(_) => Want::Hidden,
-            Task::Fill { at: places, .. } => {
+            Task::Fill { at: positions, .. } => {
                 let from = batch.picks.len() as u32;
-                batch.picks.extend_from_slice(places);
-                Want::Picked { at: from, len: places.len() as u32 }
+                batch.picks.extend_from_slice(positions);
+                Want::Picked { at: from, len: positions.len() as u32 }
             }
         };
         let tokens = given(batch, &request.source);
-        batch.spans.push(live.source_span(tokens, want));
-        if let Task::Fill { at: places, top } = &request.task {
-            // The token that stands there is scored, not drawn: a slot's last token is a decoder's.
-            let rows = places.iter().map(|place| SampleRow {
-                mode: SampleMode::Score(request.source[*place as usize]),
+        batch.spans.push(running.source_span(tokens, want));
+        if let Task::Fill { at: positions, top } = &request.task {
+            // The token at the position is scored, not sampled: a slot's last token is the decoder's.
+            let rows = positions.iter().map(|position| SampleRow {
+                mode: SampleMode::Score(request.source[*position as usize]),
                 top_logprobs: *top,
                 ..SampleRow::GREEDY
             });
             batch.samples.extend(rows);
-            waiting.wanted.extend(places.iter().map(|_| Wanted::By(self.seat(at), What::Place)));
+            routing.wanted.extend(positions.iter().map(|_| Wanted::By(self.seat(at), What::Place)));
         }
         if request.task != Task::Generate {
-            waiting.whole.push(self.seat(at));
+            routing.whole.push(self.seat(at));
         }
     }
 
-    fn add_next(&self, load: &mut Load, at: usize) {
-        let (batch, live) = (&mut load.step.batch, &self.live[at]);
-        let tokens = self.last_token(batch, live.last_token);
-        batch.spans.push(live.span(live.next_position() - 1, tokens, Want::Last));
-        self.add_draw(load, at);
+    /// Adds the span that decodes the next token of a running sequence.
+    fn add_next(&self, buffers: &mut Load, at: usize) {
+        let (batch, running) = (&mut buffers.step.batch, &self.live[at]);
+        let tokens = self.last_token(batch, running.last_token);
+        batch.spans.push(running.span(running.next_position() - 1, tokens, Want::Last));
+        self.add_draw(buffers, at);
     }
 
-    /// Where a decoded token comes from. It was drawn on one device: that one remembers it, others have to be told.
+    /// The token source of a decode span. With one device, the device remembers the token it sampled; with
+    /// several, only one of them sampled it, so the batch contains it.
     fn last_token(&self, batch: &mut StepBatch, token: u32) -> SpanTokens {
         match self.neighbours.devices.count() {
             1 => SpanTokens::Last,
@@ -101,44 +104,46 @@ impl MainStem {
         }
     }
 
-    fn add_chunk(&self, load: &mut Load, at: usize, piece: Piece) {
-        let Piece { start, len, last } = piece;
-        let (batch, live) = (&mut load.step.batch, &self.live[at]);
-        let request = &live.sequence.request;
+    /// Adds the span of a prefill chunk.
+    fn add_chunk(&self, buffers: &mut Load, at: usize, chunk: Piece) {
+        let Piece { start, len, last } = chunk;
+        let (batch, running) = (&mut buffers.step.batch, &self.live[at]);
+        let request = &running.sequence.request;
         let tokens = given(batch, &request.prompt[start..start + len]);
         let want = match (request.prompt_logprobs, last) {
             (true, _) => Want::All,
             (false, true) => Want::Last,
             (false, false) => Want::None,
         };
-        batch.spans.push(live.span(start as u32, tokens, want));
+        batch.spans.push(running.span(start as u32, tokens, want));
         if request.prompt_logprobs {
-            // A row's logits tell of the token after it.
+            // The logits of a row are those of the token after it.
             for token in request.prompt[start + 1..].iter().take(len) {
                 batch.samples.push(SampleRow {
                     mode: SampleMode::Score(*token),
                     logprob: true,
-                    ..live.row()
+                    ..running.row()
                 });
-                load.waiting.wanted.push(Wanted::By(self.seat(at), What::PromptToken));
+                buffers.waiting.wanted.push(Wanted::By(self.seat(at), What::PromptToken));
             }
         }
         if last {
-            self.add_draw(load, at);
+            self.add_draw(buffers, at);
         }
     }
 
-    /// Adds the row that draws a sequence's next token, with its biases.
-    fn add_draw(&self, Load { step, waiting }: &mut Load, at: usize) {
-        let (batch, live) = (&mut step.batch, &self.live[at]);
+    /// Adds the row that samples a sequence's next token, with its logit biases.
+    fn add_draw(&self, Load { step, waiting: routing }: &mut Load, at: usize) {
+        let (batch, running) = (&mut step.batch, &self.live[at]);
         let bias_at = batch.biases.len();
-        batch.biases.extend(decoding::biases(&live.sequence.request, &self.config.eos, live.generated));
+        batch.biases.extend(decoding::biases(&running.sequence.request, &self.config.eos, running.generated));
         let bias_len = (batch.biases.len() - bias_at) as u32;
-        batch.samples.push(SampleRow { bias_at: bias_at as u32, bias_len, ..live.row() });
-        waiting.wanted.push(Wanted::By(self.seat(at), What::Next));
+        batch.samples.push(SampleRow { bias_at: bias_at as u32, bias_len, ..running.row() });
+        routing.wanted.push(Wanted::By(self.seat(at), What::Next));
     }
 
-    fn add_hole(&self, Load { step, waiting }: &mut Load, slot: Slot, want: Want) {
+    /// Adds a span that writes to the null page and whose result is discarded.
+    fn add_hole(&self, Load { step, waiting: routing }: &mut Load, slot: Slot, want: Want) {
         let tokens = self.last_token(&mut step.batch, 0);
         step.batch.spans.push(Span {
             model: SpanModel::Target,
@@ -153,21 +158,21 @@ impl MainStem {
         });
         if want == Want::Last {
             step.batch.samples.push(SampleRow::GREEDY);
-            waiting.wanted.push(Wanted::Nobody);
+            routing.wanted.push(Wanted::Nobody);
         }
     }
 }
 
-/// Rows, holes and sequences of a step.
+/// Returns the numbers of rows, holes and sequences of a step.
 pub(super) fn size(batch: &StepBatch) -> StepSize {
     let holes = batch.spans.iter().filter(|span| span.table == SpanTable::Sink).count();
     let spans_of = |stack| batch.spans.iter().filter(|span| span.stack == stack).count();
-    // Where there is a decoder, a source comes with a span of its own sequence's.
+    // In an encoder-decoder model, an encoder span comes with a decoder span of the same sequence.
     let sequences = spans_of(SpanStack::Decoder).max(spans_of(SpanStack::Encoder)) - holes;
     StepSize { rows: batch.rows(), holes, slots: sequences }
 }
 
-/// Lays these tokens into the batch.
+/// Appends tokens to the batch, and returns their location.
 fn given(batch: &mut StepBatch, tokens: &[u32]) -> SpanTokens {
     let at = batch.tokens.len() as u32;
     batch.tokens.extend_from_slice(tokens);

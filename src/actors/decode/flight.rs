@@ -1,7 +1,9 @@
-//! Steps in flight: how they are sent off, those of a turn and those ahead of it, and how they land.
+//! Steps in flight: sends the steps of an iteration and those ahead of it, and processes them as they
+//! complete.
 //!
-//! Invariant: a lane's steps land in the order in which they were sent. A turn has one step in flight at most; those ahead
-//! of it are prompt chunks alone, which need nothing of what comes of the steps before them.
+//! Invariant: the steps of a lane complete in the order in which they were sent. An iteration has at most one
+//! step in flight; the steps ahead of it contain prefill chunks only, which do not depend on the results of
+//! the steps before them.
 
 use super::live::Piece;
 use super::settle::Waiting;
@@ -15,7 +17,7 @@ use crate::config::Policy;
 use mainstem_kernels::{DeviceError, StepLimits};
 use std::time::Instant;
 
-/// A step that is not travelling, and who waits for what comes of it.
+/// The reusable buffers of a step that is not in flight, and the targets of its results.
 pub(super) struct Load {
     pub(super) step: Box<Step>,
     pub(super) waiting: Waiting,
@@ -30,12 +32,12 @@ pub(super) struct Flight {
     size: StepSize,
 }
 
-/// What a step is to its lane.
+/// Why a step was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FlightKind {
-    /// Of the turn at hand: the next turn needs what comes of it.
+    /// A step of the current iteration: the next iteration depends on its results.
     Turn,
-    /// Of prompt chunks alone.
+    /// A step of prefill chunks only.
     Ahead,
 }
 
@@ -46,19 +48,21 @@ impl Load {
 }
 
 impl MainStem {
-    /// Whether all steps of the turn have landed.
+    /// Whether all steps of the current iteration have been processed.
     pub(super) fn turn_is_through(&self) -> bool {
         self.due.is_empty() && self.flights_of(FlightKind::Turn) == 0
     }
 
-    /// Sends what can be sent, and settles what lands first. With nothing in flight, returns at once.
+    /// Sends what can be sent, and processes the oldest step in flight. Returns at once if nothing is in
+    /// flight.
     pub(super) async fn fly(&mut self) -> Result<(), DeviceError> {
         self.send_due()?;
         self.send_ahead().await?;
         self.land().await
     }
 
-    /// Sends the turn's step, if it is not in flight; under [`Policy::Concurrent`] one for each sequence, one by one.
+    /// Sends the iteration's step, if it is not in flight. Under [`Policy::Concurrent`] there is one step per
+    /// sequence, sent one after the other.
     fn send_due(&mut self) -> Result<(), DeviceError> {
         if self.due.is_empty() || self.flights_of(FlightKind::Turn) > 0 {
             return Ok(());
@@ -72,14 +76,14 @@ impl MainStem {
         self.launch(plan, &work, FlightKind::Turn)
     }
 
-    /// Sends steps of prompt chunks alone, as many as lanes rest: the devices would have nothing to do meanwhile. The
-    /// papers' baseline, a step for each request, does without.
+    /// Sends steps of prefill chunks only, as many as there are idle lanes, which leave the devices idle. The
+    /// papers' baseline, one step per request, does not do this.
     async fn send_ahead(&mut self) -> Result<(), DeviceError> {
-        let goes = self.config.lanes > 1 && self.config.policy != Policy::Concurrent;
-        while goes && self.live.iter().any(|live| !live.handed_out) {
-            let ahead = self.flights_of(FlightKind::Ahead);
-            let question = Ahead { lane: self.lane, budget: self.config.token_budget, ahead };
-            let chunks = self.neighbours.prefill_ahead.send(question).await.unwrap_or_default();
+        let may_send = self.config.lanes > 1 && self.config.policy != Policy::Concurrent;
+        while may_send && self.live.iter().any(|running| !running.handed_out) {
+            let steps_ahead = self.flights_of(FlightKind::Ahead);
+            let request = Ahead { lane: self.lane, budget: self.config.token_budget, ahead: steps_ahead };
+            let chunks = self.neighbours.prefill_ahead.send(request).await.unwrap_or_default();
             let work: Vec<Work> = chunks.into_iter().filter_map(|chunk| self.take_on(chunk)).collect();
             if work.is_empty() {
                 return Ok(());
@@ -89,44 +93,49 @@ impl MainStem {
         Ok(())
     }
 
-    /// The work of a chunk of a prompt that began in a turn before.
+    /// Returns the work of a chunk of a prompt that started in an earlier iteration; `None` if its sequence
+    /// has left.
     fn take_on(&mut self, Chunk { key, start, len, last, .. }: Chunk) -> Option<Work> {
-        let at = self.live.iter().position(|live| live.key == key)?;
+        let at = self.live.iter().position(|running| running.key == key)?;
         self.live[at].handed_out = last;
         Some(Work::Chunk(at, Piece { start, len, last }))
     }
 
-    /// Sends a step of these spans, and what changed its place with it.
+    /// Builds and sends a step of these spans and the slot plan's changes; then sends the events of the
+    /// previous step.
     fn launch(&mut self, plan: Option<Plan>, work: &[Work], kind: FlightKind) -> Result<(), DeviceError> {
-        let load = self.spare.pop();
-        let mut load = load.unwrap_or_else(|| Load::with_capacity(&self.config.limits));
-        self.fill(&mut load, plan, work);
-        let Load { step, waiting } = load;
+        let spare = self.spare.pop();
+        let mut buffers = spare.unwrap_or_else(|| Load::with_capacity(&self.config.limits));
+        self.fill(&mut buffers, plan, work);
+        let Load { step, waiting: routing } = buffers;
         let size = fill::size(&step.batch);
-        let landing = self.neighbours.devices.send(step, self.epoch)?;
-        let sent = self.meters.sent();
-        self.flights.push_back(Flight { landing, waiting, kind, sent, size });
+        let result = self.neighbours.devices.send(step, self.epoch)?;
+        let sent_at = self.meters.sent();
+        self.flights.push_back(Flight { landing: result, waiting: routing, kind, sent: sent_at, size });
         self.flush();
         Ok(())
     }
 
-    /// Waits for the step that was sent first, and settles its results.
+    /// Waits for the oldest step in flight, and processes its results.
     pub(super) async fn land(&mut self) -> Result<(), DeviceError> {
         self.flush();
-        let Some(Flight { landing, waiting, sent, size, .. }) = self.flights.pop_front() else {
+        let Some(Flight { landing: result, waiting: routing, sent: sent_at, size, .. }) =
+            self.flights.pop_front()
+        else {
             return Ok(());
         };
-        let Ran { step, result } = landing.await;
+        let Ran { step, result } = result.await;
         self.neighbours.status.beat(self.lane);
         result?;
-        self.made_at = self.meters.ran(sent, step.output.times, size);
-        self.settle(&step.output, &waiting);
+        self.made_at = self.meters.ran(sent_at, step.output.times, size);
+        self.settle(&step.output, &routing);
         self.meters.settled();
-        self.spare.push(Load { step, waiting });
+        self.spare.push(Load { step, waiting: routing });
         Ok(())
     }
 
+    /// Returns the number of steps of a kind in flight.
     fn flights_of(&self, kind: FlightKind) -> usize {
-        self.flights.iter().filter(|flight| flight.kind == kind).count()
+        self.flights.iter().filter(|step| step.kind == kind).count()
     }
 }

@@ -1,6 +1,6 @@
-//! A sequence that holds a slot, and the spans it puts into a step.
+//! A running sequence, and the spans that it adds to a step.
 //!
-//! Invariant: a span's positions follow from how far its sequence has come.
+//! Invariant: the positions of a span follow from the sequence's progress.
 
 use crate::actors::meters::{Meters, Moments};
 use crate::actors::sequence::{Key, Sequence};
@@ -14,31 +14,32 @@ pub(super) struct Live {
     pub(super) key: Key,
     pub(super) slot: Slot,
     pub(super) sequence: Box<Sequence>,
-    /// The part of its prompt that the next step computes.
+    /// The prefill chunk for the next step.
     pub(super) piece: Option<Piece>,
-    /// The last chunk of its prompt is in a step, or was.
+    /// Whether the last chunk of its prompt has been scheduled.
     pub(super) handed_out: bool,
-    /// Tokens drawn; none while its prompt is on its way.
+    /// Number of generated tokens; 0 during prefill.
     pub(super) generated: u32,
-    /// The token drawn last, if one was.
+    /// The last generated token; 0 if there is none.
     pub(super) last_token: u32,
-    /// Its end is told; it leaves when the turn is through.
+    /// Whether its end has been sent; it leaves at the end of the iteration.
     pub(super) over: bool,
     pub(super) moments: Moments,
-    /// Log-probabilities of prompt tokens, until the prompt is through.
+    /// Log-probabilities of prompt tokens, until the first token is generated.
     pub(super) prompt: Vec<Token>,
 }
 
-/// A run of a prompt's tokens.
+/// A contiguous part of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) start: usize,
+    /// Whether the prompt ends with this chunk.
     pub(super) len: usize,
     pub(super) last: bool,
 }
 
 impl Live {
-    /// A sequence whose first chunk came just now, still without a slot.
+    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet.
     pub(super) fn new(key: Key, sequence: Box<Sequence>, meters: &Meters) -> Live {
         Live {
             key,
@@ -54,12 +55,12 @@ impl Live {
         }
     }
 
-    /// The position of its next token.
+    /// Returns the position of the next token.
     pub(super) fn next_position(&self) -> u32 {
         self.sequence.request.prompt.len() as u32 + self.generated
     }
 
-    /// Tokens of it from position `start` on.
+    /// Returns the decoder span of `tokens` from position `start` on.
     pub(super) fn span(&self, start: u32, tokens: SpanTokens, want: Want) -> Span {
         Span {
             model: SpanModel::Target,
@@ -74,7 +75,7 @@ impl Live {
         }
     }
 
-    /// All tokens of its source.
+    /// Returns the encoder span of the whole encoder input.
     pub(super) fn source_span(&self, tokens: SpanTokens, want: Want) -> Span {
         Span {
             stack: SpanStack::Encoder,
@@ -88,7 +89,7 @@ impl Live {
         self.sequence.request.source.len() as u32
     }
 
-    /// How its next token is drawn, but for biases.
+    /// Returns the row that samples the next token, without logit biases.
     pub(super) fn row(&self) -> SampleRow {
         let request = &self.sequence.request;
         decoding::compile(&request.sampling, self.next_position(), request.logprobs)

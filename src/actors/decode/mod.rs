@@ -1,10 +1,12 @@
-//! The decode loop of a lane: one turn makes one token for every sequence that lives there, in one fused pass.
+//! The decode loop of a lane: each iteration generates one token for every running sequence of the lane, in
+//! one fused step.
 //!
-//! Owns the lane's sequences, from their first chunk to their end. The loops of all lanes, and nobody else, issue device
-//! work. Never waits for a client, never sees text, never decides who gets a slot.
-//! A text for a lone encoder is a sequence of one step: it takes a slot and no pages, and leaves with its answer.
-//! Invariant: a sequence leaves between two turns. What a step in flight still names of it, slot or pages, goes to later
-//! steps only, and no device runs those before.
+//! Owns the lane's sequences from their first chunk to their end. The decode loops are the only actors that
+//! issue device work. They never wait for a client, never see text, and do not assign slots.
+//! A text for an encoder-only model is a sequence of one step: it takes a slot and no pages, and leaves with
+//! its result.
+//! Invariant: a sequence leaves between two iterations. Slots and pages that a step in flight refers to are
+//! reused by later steps only, which every device runs after it.
 
 mod live;
 
@@ -36,7 +38,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::error;
 
-/// What the loop works with: the same in all lanes.
+/// The actors and devices that a decode loop uses; shared by all lanes.
 #[derive(Clone)]
 pub struct Neighbours {
     pub prefill_next: Recipient<NextChunk>,
@@ -48,20 +50,20 @@ pub struct Neighbours {
     pub status: Arc<Status>,
 }
 
-/// What the loop is told.
+/// Configuration of the decode loops.
 #[derive(Clone, Debug)]
 pub struct DecodeConfig {
     pub policy: Policy,
     pub limits: StepLimits,
-    /// Tokens of one step, decoded ones and prompts' together.
+    /// Maximum batched tokens of a step, decoded tokens and prompt tokens together.
     pub token_budget: usize,
-    /// Tokens that end a sequence.
+    /// The model's end-of-sequence tokens.
     pub eos: Vec<u32>,
-    /// How many lanes share the slots; no more than there are.
+    /// Number of lanes that share the slots; at most the number of slots.
     pub lanes: usize,
 }
 
-/// The actor of one lane. It only keeps the loop alive; the loop pulls everything it needs.
+/// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
 pub struct Decode {
     lane: usize,
     neighbours: Neighbours,
@@ -72,81 +74,90 @@ impl Actor for Decode {
     type Context = Context<Decode>;
 
     fn started(&mut self, ctx: &mut Self::Context) {
-        let (lane, neighbours, config) = (self.lane, self.neighbours.clone(), self.config.clone());
-        ctx.spawn(keep_turning(lane, neighbours, config).into_actor(self));
+        let (lane, handles, config) = (self.lane, self.neighbours.clone(), self.config.clone());
+        ctx.spawn(keep_turning(lane, handles, config).into_actor(self));
     }
 }
 
 impl Decode {
-    /// The loop of lane `lane`, counted from 0.
-    pub fn new(lane: usize, neighbours: Neighbours, config: DecodeConfig) -> Decode {
-        Decode { lane, neighbours, config }
+    /// Creates the actor of lane `lane`, counted from 0.
+    pub fn new(lane: usize, handles: Neighbours, config: DecodeConfig) -> Decode {
+        Decode { lane, neighbours: handles, config }
     }
 }
 
-/// Runs the loop, and runs it again if a bug of ours ends it: the sequences it had are lost (their closed
-/// channels tell their clients), the service and the other lanes are not. Without its neighbours it cannot go on.
-async fn keep_turning(lane: usize, neighbours: Neighbours, config: DecodeConfig) {
+/// Runs the loop, and restarts it if a bug makes it panic. The sequences of the lane are lost then (their
+/// closed channels notify their clients), but the engine and the other lanes continue. If another actor is
+/// gone, the loop cannot continue.
+async fn keep_turning(lane: usize, handles: Neighbours, config: DecodeConfig) {
     loop {
-        let main_stem = MainStem::new(lane, neighbours.clone(), config.clone());
-        match AssertUnwindSafe(main_stem.turn_forever()).catch_unwind().await {
+        let decode_loop = MainStem::new(lane, handles.clone(), config.clone());
+        match AssertUnwindSafe(decode_loop.turn_forever()).catch_unwind().await {
             Ok(()) => {
-                if !neighbours.status.is_stopping() {
+                if !handles.status.is_stopping() {
                     error!(
-                        "an actor beside the decode loop is gone; this is a bug, and nothing is served any more"
+                        "an actor that the decode loop needs has stopped; this is a bug, and the engine serves no more requests"
                     );
-                    neighbours.status.fail();
+                    handles.status.fail();
                 }
                 return;
             }
-            Err(_) => error!(lane, "the decode loop panicked; this is a bug. It starts again, empty"),
+            Err(_) => {
+                error!(lane, "the decode loop panicked; this is a bug. It restarts without its sequences")
+            }
         }
-        neighbours.prefill_forget.do_send(ForgetBegun { lane, but: Vec::new() });
-        neighbours.kv_reset.do_send(Reset { lane });
+        handles.prefill_forget.do_send(ForgetBegun { lane, but: Vec::new() });
+        handles.kv_reset.do_send(Reset { lane });
     }
 }
 
-/// The loop's state.
+/// The state of a decode loop.
 struct MainStem {
     lane: usize,
     neighbours: Neighbours,
     config: DecodeConfig,
-    /// Slots of the lane.
+    /// Number of slots of the lane.
     slots: usize,
-    /// In the order of their slots; who joins this turn, at the end until the plan has told.
+    /// Running sequences in the order of their slots; new ones are at the end until the slot plan arrives.
     live: Vec<Live>,
-    /// What kv has to hear at the next turn.
+    /// Changes to send to the KV manager with the next update.
     turn: Turn,
-    /// Spans of the turn at hand that are still to be sent, and what changed its place, which goes with the first.
+    /// Spans of the current iteration that are still to be sent.
     due: VecDeque<Work>,
+    /// The slot plan of the current iteration; its changes are sent with the first step.
     plan: Option<Plan>,
-    /// Steps on their way, in the order in which they were sent.
+    /// Steps in flight, in the order in which they were sent.
     flights: VecDeque<Flight>,
-    /// What the devices remember of the live.
+    /// The epoch of the devices' state that the running sequences belong to.
     epoch: Epoch,
-    /// Events made by the step that landed last, sent while the next one runs.
+    /// Events of the last processed step, sent while the next one runs.
     outbox: Vec<(EventSender, TokenEvent)>,
-    /// When they were made.
+    /// When these events were produced.
     made_at: Instant,
-    /// Steps that are not travelling.
+    /// Buffers of steps that are not in flight.
     spare: Vec<Load>,
     meters: Meters,
 }
 
-/// One span of a step, or a prompt's with its source's. Sequences are named by their place among the live.
+/// The work of one span of a step, or of a prompt's first chunk with its encoder span. Sequences are given by
+/// their index among the running sequences.
 #[derive(Clone, Copy, Debug)]
+/// Decodes one token.
 enum Work {
     Next(usize),
+    /// Prefills a chunk.
     Chunk(usize, Piece),
+    /// Computes a hole, whose result is discarded.
     Hole(Slot),
-    /// What makes a step of changes alone: its row leaves nothing behind, whoever has the slot.
+    /// A null row in a step that only carries the slot plan's changes. It leaves the slot's state unchanged.
     Nothing(Slot),
 }
 
 impl MainStem {
-    fn new(lane: usize, neighbours: Neighbours, config: DecodeConfig) -> MainStem {
+    fn new(lane: usize, handles: Neighbours, config: DecodeConfig) -> MainStem {
         let slots = divided(config.limits.slots, config.lanes).nth(lane);
-        let slots = slots.expect("a lane is one of them, else this is a bug").len();
+        let slots =
+            slots.expect("the lane's index is below the number of lanes; anything else is a bug").len();
         MainStem {
             lane,
             slots,
@@ -155,18 +166,18 @@ impl MainStem {
             due: VecDeque::with_capacity(slots),
             plan: None,
             flights: VecDeque::with_capacity(config.lanes),
-            epoch: neighbours.devices.epoch(),
+            epoch: handles.devices.epoch(),
             outbox: Vec::new(),
             made_at: Instant::now(),
             spare: vec![Load::with_capacity(&config.limits)],
             meters: Meters::new(),
-            neighbours,
+            neighbours: handles,
             config,
         }
     }
 
-    /// Each pass: who left, what is new, where everything is, as soon as the turn before is through; then one step that
-    /// lands, and what came of it. Ends when a neighbour is gone, which is when the engine stops.
+    /// Runs until another actor is gone, which is when the engine stops. Each pass schedules the next
+    /// iteration once the previous one is complete, sends steps, and processes the oldest step in flight.
     async fn turn_forever(mut self) {
         loop {
             if self.turn_is_through() && self.next_turn().await.is_none() {
@@ -178,7 +189,7 @@ impl MainStem {
         }
     }
 
-    /// Makes the work of the next turn.
+    /// Schedules the next iteration: removes finished sequences, adds new ones, and plans the spans.
     async fn next_turn(&mut self) -> Option<()> {
         self.drop_gone();
         if self.live.is_empty() {
@@ -194,19 +205,20 @@ impl MainStem {
         Some(())
     }
 
-    /// Drops the sequences that are over, and those whose clients hung up: slots, pages and permits go home.
+    /// Removes finished sequences and those of disconnected clients, which releases their slots, pages and
+    /// permits.
     fn drop_gone(&mut self) {
-        self.live.retain(|live| {
-            let stays = !live.over && !live.sequence.events.is_closed();
+        self.live.retain(|running| {
+            let stays = !running.over && !running.sequence.events.is_closed();
             if !stays {
-                self.turn.finished.push(live.key);
+                self.turn.finished.push(running.key);
             }
             stays
         });
     }
 
-    /// Nobody lives here: what is in flight is nobody's, and slots must be free, and pages seen to be, before anything is
-    /// waited for.
+    /// Goes idle, as the lane has no sequences: processes the steps in flight, whose results nobody needs,
+    /// and releases slots and pages before the loop waits for work.
     async fn rest(&mut self) -> Option<()> {
         while !self.flights.is_empty() {
             if let Err(fault) = self.land().await {
@@ -215,88 +227,90 @@ impl MainStem {
         }
         self.flush();
         let plan = self.next_plan().await?;
-        assert!(plan.moves.is_empty() && plan.tables.is_empty(), "without sequences nothing changes place");
+        assert!(plan.moves.is_empty() && plan.tables.is_empty(), "the plan of an empty lane has no changes");
         self.neighbours.status.rest(self.lane);
         Some(())
     }
 
-    /// Asks prefill for prompt chunks. With nothing live this waits until there is work. It is asked
-    /// between two steps and not during one, so that who arrives during a step joins the very next.
+    /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
+    /// two steps and not during one, so that a request that arrives during a step joins the very next one.
     async fn next_chunks(&mut self) -> Option<Vec<Chunk>> {
-        let decoding = self.live.iter().filter(|live| live.generated > 0).count();
-        let (lane, live, ahead) = (self.lane, self.live.len(), self.flights.len());
-        let (budget, places) = (self.config.token_budget - decoding, self.slots - live);
-        let question = NextChunk { lane, budget, live, places, ahead };
-        let chunks = self.neighbours.prefill_next.send(question).await.ok();
+        let decoding = self.live.iter().filter(|running| running.generated > 0).count();
+        let (lane, running, steps_ahead) = (self.lane, self.live.len(), self.flights.len());
+        let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
+        let request = NextChunk { lane, budget, live: running, places: free_slots, ahead: steps_ahead };
+        let chunks = self.neighbours.prefill_next.send(request).await.ok();
         self.neighbours.status.beat(lane);
-        if live == 0 {
+        if running == 0 {
             self.meters.woke();
         }
         chunks
     }
 
-    /// Who lives here may have been lost with what the devices remembered, be it only now. Who has just come has not: a
-    /// sequence is in an epoch from the turn on in which it gets its slot.
-    fn begin_in_epoch(&mut self, newcomers: &[Chunk]) {
+    /// Fails the running sequences if a fault has ended their epoch. New sequences are not affected: a
+    /// sequence belongs to an epoch from the iteration on in which it gets its slot.
+    fn begin_in_epoch(&mut self, chunks: &[Chunk]) {
         if let Err(fault) = self.neighbours.devices.lasts(self.epoch) {
-            let come = newcomers.iter().filter(|chunk| chunk.sequence.is_some());
-            self.fail_all_but(&fault, come.map(|chunk| chunk.key).collect());
+            let new = chunks.iter().filter(|chunk| chunk.sequence.is_some());
+            self.fail_all_but(&fault, new.map(|chunk| chunk.key).collect());
         }
     }
 
-    /// A sequence comes with its first chunk, and needs a slot. Chunks of those who left meanwhile are void.
+    /// Adds the sequences that come with their first chunks, and assigns chunks to their sequences. Chunks of
+    /// sequences that have left are dropped.
     fn take_in(&mut self, chunks: Vec<Chunk>) {
         for Chunk { key, sequence, start, len, last } in chunks {
             if let Some(sequence) = sequence {
-                let lease = sequence.lease.as_ref().expect("prefill obtained its pages, else this is a bug");
+                let lease =
+                    sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
                 self.turn.joins.push(Join { key, own: lease.own().to_vec(), cross: lease.cross().to_vec() });
                 self.live.push(Live::new(key, sequence, &self.meters));
             }
-            // Who has just come is the last.
-            if let Some(live) = self.live.iter_mut().rfind(|live| live.key == key) {
-                live.piece = Some(Piece { start, len, last });
-                live.handed_out = last;
+            // A sequence that was just added is the last one.
+            if let Some(running) = self.live.iter_mut().rfind(|running| running.key == key) {
+                running.piece = Some(Piece { start, len, last });
+                running.handed_out = last;
             }
         }
     }
 
-    /// Tells kv who left and who joins; hears where everybody is.
+    /// Sends the changes to the KV manager, and returns the new slot plan.
     async fn next_plan(&mut self) -> Option<Plan> {
         let next = Turn { lane: self.lane, ..Turn::default() };
         self.neighbours.kv_turn.send(std::mem::replace(&mut self.turn, next)).await.ok()
     }
 
-    /// Brings the live into the order of their slots, given by slot.
+    /// Reorders the running sequences by slot. `slots` is sorted by slot.
     fn place(&mut self, slots: &[(Slot, Key)]) {
-        assert_eq!(slots.len(), self.live.len(), "whoever lives holds a slot, and nobody else");
+        assert_eq!(slots.len(), self.live.len(), "exactly the running sequences hold slots");
         for (at, &(slot, key)) in slots.iter().enumerate() {
-            let found = self.live[at..].iter().position(|live| live.key == key);
-            let found = found.expect("whoever holds a slot lives, else this is a bug");
-            // From one turn to the next most of them stand as they stood.
+            let found = self.live[at..].iter().position(|running| running.key == key);
+            let found = found.expect("the holder of a slot runs; anything else is a bug");
+            // Most sequences keep their place from one iteration to the next.
             self.live[at..=at + found].rotate_right(1);
             self.live[at].slot = slot;
         }
     }
 
-    /// The spans of this turn: every slot of the window by number, then the chunks.
+    /// Returns the spans of the iteration: every slot of the window in order, then the prefill chunks.
     fn work(&mut self, plan: &Plan) -> VecDeque<Work> {
         let mut work = VecDeque::with_capacity(plan.window.len() + self.live.len());
         let mut next = plan.window.start;
-        for (at, live) in self.live.iter().enumerate() {
-            // With the shuffle off, holes are computed and their results dropped: the papers' baseline.
-            work.extend((next..live.slot).map(Work::Hole));
-            next = live.slot + 1;
-            if live.generated > 0 {
+        for (at, running) in self.live.iter().enumerate() {
+            // With the shuffle off, holes are computed and their results discarded: the papers' baseline.
+            work.extend((next..running.slot).map(Work::Hole));
+            next = running.slot + 1;
+            if running.generated > 0 {
                 work.push_back(Work::Next(at));
             }
         }
-        for (at, live) in self.live.iter_mut().enumerate() {
-            work.extend(live.piece.take().map(|piece| Work::Chunk(at, piece)));
+        for (at, running) in self.live.iter_mut().enumerate() {
+            work.extend(running.piece.take().map(|chunk| Work::Chunk(at, chunk)));
         }
         let real = work.iter().any(|span| !matches!(span, Work::Hole(_)));
         if !real {
             work.clear();
-            // The plan's changes must reach the device even when there is nothing to compute.
+            // The plan's changes must reach the devices even when there is nothing to compute.
             if !(plan.moves.is_empty() && plan.tables.is_empty() && plan.copies.is_empty()) {
                 work.push_back(Work::Nothing(plan.window.start));
             }
@@ -304,7 +318,7 @@ impl MainStem {
         work
     }
 
-    /// Sends what the step that landed last made.
+    /// Sends the events of the last processed step.
     fn flush(&mut self) {
         if self.outbox.is_empty() {
             return;
@@ -315,18 +329,19 @@ impl MainStem {
         self.meters.delivered();
     }
 
-    /// The devices lost their memory: whoever of this lane was in it is told, and the lane starts afresh.
+    /// Fails all sequences of the lane, because the devices lost their state, and restarts the lane empty.
     fn fail_all(&mut self, fault: &DeviceError) {
         self.fail_all_but(fault, Vec::new());
     }
 
-    /// The same; those are about to be taken in.
-    fn fail_all_but(&mut self, fault: &DeviceError, but: Vec<Key>) {
+    /// Fails all sequences of the lane, and restarts the lane empty. Prefill keeps those in `kept`, which are
+    /// about to be added.
+    fn fail_all_but(&mut self, fault: &DeviceError, kept: Vec<Key>) {
         self.flush();
-        // Who is over has been told so.
-        for live in self.live.drain(..).filter(|live| !live.over) {
+        // Clients of finished sequences have already received their end.
+        for running in self.live.drain(..).filter(|running| !running.over) {
             let failure = RequestError::DeviceFailed(fault.to_string());
-            live.sequence.events.send(TokenEvent::Failed(failure));
+            running.sequence.events.send(TokenEvent::Failed(failure));
         }
         let lane = self.lane;
         self.turn = Turn { lane, ..Turn::default() };
@@ -334,7 +349,7 @@ impl MainStem {
         self.plan = None;
         self.flights.clear();
         self.epoch = self.neighbours.devices.epoch();
-        self.neighbours.prefill_forget.do_send(ForgetBegun { lane, but });
+        self.neighbours.prefill_forget.do_send(ForgetBegun { lane, but: kept });
         self.neighbours.kv_reset.do_send(Reset { lane });
     }
 }

@@ -1,6 +1,6 @@
-//! How large the cache is: as many pages on every device, by the memory that is free where they are.
+//! Sizes the KV cache: the number of pages, by the free memory of the devices.
 //!
-//! Devices of one machine share its memory, so that what they take there is added up.
+//! Devices of one machine share its memory, so their needs are summed up.
 //! Invariant: a sequence's pages have the same numbers on every device.
 
 use crate::actors::group::link::Room;
@@ -12,8 +12,8 @@ use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{QuantType, StepLimits};
 
-/// How many pages the cache gets, the sink included, beside what so many lanes need. A lone encoder keeps nothing: the sink
-/// is all it has.
+/// Returns the number of pages of the KV cache, including the null page, given the memory that `lanes` lanes
+/// need otherwise. An encoder-only model caches nothing: it has only the null page.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,
@@ -26,8 +26,8 @@ pub(super) fn kv_plan(
         return Ok(KvPlan { ty: kv.ty, pages: 1 });
     }
     let pools = pools(config, limits, lanes, source, partition)
-        .with_context(|| format!("kv.page_positions: a page of {} is too large", kv.page_positions))?;
-    // Of all devices together.
+        .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_positions))?;
+    // Bytes of one page on all devices together.
     let page = pools.iter().map(|pool| pool.page).fold(0, usize::saturating_add).max(1);
     let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
     let least = 1 + source_pages_min(limits);
@@ -36,38 +36,36 @@ pub(super) fn kv_plan(
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
         KvSize::Fitting => pools.iter().map(Pool::spare_pages).fold(whole, usize::min).max(least),
     };
-    // More than every slot can use would only be memory lost.
+    // More pages than all slots can use would waste memory.
     let pages = pages.min(whole);
     pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
-    ensure!(pages > 0, "the configured KV cache is smaller than one page of {page} bytes");
+    ensure!(pages > 0, "kv.size is less than one page of {page} bytes");
     ensure!(
         pages >= least,
-        "the configured KV cache is one page of {page} bytes, but a sequence takes {least}: its own and its source's"
+        "kv.size is one page of {page} bytes, but a sequence needs at least {least}: for its own and its encoder positions"
     );
-    ensure!(
-        pages < u32::MAX as usize,
-        "the configured KV cache has {pages} pages, more than can be numbered"
-    );
+    ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
     Ok(KvPlan { ty: kv.ty, pages: pages + 1 })
 }
 
-/// Pages that a sequence's source takes at least.
+/// Returns the minimum number of pages for a sequence's encoder positions.
 pub(super) fn source_pages_min(limits: &StepLimits) -> usize {
     limits.cross_table_len().min(1)
 }
 
-/// A memory, and what the devices whose it is take of it.
+/// A memory, and what the devices in it need.
 struct Pool {
     devices: Vec<String>,
-    /// Bytes that are to be had; all there can be where the devices take none.
+    /// Available bytes; `usize::MAX` if the devices need no memory.
     free: usize,
-    /// Bytes of one page on all of them.
+    /// Bytes of one page on all of the devices.
     page: usize,
-    /// Bytes of weights and activations, and of what devices exchange and hand on by.
+    /// Bytes of weights, activations, and buffers for communication.
     taken: usize,
 }
 
-/// Bytes by which the members of each stage exchange, and by which it hands on.
+/// Returns the bytes of each stage's communication buffers: for collectives among its ranks, and for the
+/// hand-off to the next stage.
 pub(super) fn between(
     limits: &StepLimits,
     lanes: usize,
@@ -80,8 +78,8 @@ pub(super) fn between(
     stages.map(move |(at, stage)| stage_bytes(stage.members.len(), (at < last).then_some(room)))
 }
 
-/// The memories there are: the machine's, for all that compute with the CPU, and none for those that compute nothing.
-/// `None` if a page's size overflows.
+/// Returns the memories in use: the machine's, for all devices that compute on the CPU, and an unlimited one
+/// for fake devices. `None` if a page's size overflows.
 fn pools(
     config: &Config,
     limits: &StepLimits,
@@ -93,7 +91,7 @@ fn pools(
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
     let between = between(limits, lanes, source.spec.hidden, partition);
     for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
-        // Whatever computes, this is where they reach each other.
+        // The communication buffers are in the machine's memory, whatever the devices are.
         machine.taken = machine.taken.saturating_add(between);
         for (device, shard) in devices.iter().zip(shards) {
             let pool = match device.kind {
@@ -107,34 +105,37 @@ fn pools(
     Some([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
 }
 
+/// Adds a device with `page` bytes per page.
 impl Pool {
     fn add(&mut self, device: &DeviceName, page: usize) {
         self.devices.push(device.to_string());
         self.page = self.page.saturating_add(page);
     }
 
-    /// What is left once everything else is in.
+    /// Returns the bytes that are left beside weights and buffers.
     fn left(&self) -> usize {
         self.free.saturating_sub(self.taken)
     }
 
-    /// Pages that fit into half of that: the other half belongs to whoever else uses the memory, and to the page cache.
+    /// Returns the number of pages in half of the remaining memory; the other half is left to other processes
+    /// and to the file cache.
     fn spare_pages(&self) -> usize {
         (self.left() / 2).checked_div(self.page).unwrap_or(usize::MAX)
     }
 
+    /// Checks that `pages` pages fit into the memory.
     fn check(&self, pages: usize, size: KvSize) -> Result<()> {
         let (wanted, taken, devices) = (pages.saturating_mul(self.page), self.taken, self.devices.join(", "));
         match size {
-            // The least there can be: whether the weights fit is not asked here.
+            // Only the minimum is checked; whether the weights fit is not checked here.
             KvSize::Fitting => ensure!(
                 wanted <= self.free,
-                "a cache of {wanted} bytes is the least on {devices}, but only {} are free there",
+                "the KV cache needs at least {wanted} bytes on {devices}, but only {} are available there",
                 self.free
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
                 wanted <= self.left(),
-                "kv.size asks for {wanted} bytes on {devices}, but only {} are free there beside {taken} for weights \
+                "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} for weights \
                  and steps",
                 self.left()
             ),
@@ -143,29 +144,30 @@ impl Pool {
     }
 }
 
-/// Bytes of a page of the shard's layers and heads; `None` when they overflow.
+/// Returns the bytes of a page of the shard's layers and heads; `None` on overflow.
 fn shard_page(source: &ModelSource, shard: &Shard, ty: QuantType, page_positions: usize) -> Option<usize> {
     page_bytes(&part(source, shard), ty, page_positions)
 }
 
-/// Bytes of the shard's weights, and of what its steps work in.
+/// Returns the bytes of the shard's weights, lookup tables and activations.
 fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits) -> usize {
     let part = part(source, shard);
     let weights = load::records(source, &part).iter().map(TensorRecord::loaded_bytes).sum::<usize>();
     weights.saturating_add(load::table_bytes(&part, limits)).saturating_add(working_bytes(&part, limits))
 }
 
+/// Returns the specification of a shard.
 fn part(source: &ModelSource, shard: &Shard) -> ModelSpec {
-    source.part(shard).expect("it was seen that the model can be divided so; anything else is a bug")
+    source.part(shard).expect("the partition was checked; anything else is a bug")
 }
 
-/// Bytes that the system, and the control group this process is in, would still give. Without a word from
-/// either, no bound.
+/// Returns the bytes that the system and this process's control group can still provide; `usize::MAX` if
+/// neither sets a limit.
 pub fn available_memory() -> usize {
     available(|path| std::fs::read_to_string(path).ok())
 }
 
-/// The same of a system whose files these are.
+/// Returns the available memory according to the system files that `read` reads.
 fn available(read: impl Fn(&str) -> Option<String>) -> usize {
     let system = || {
         let rest = numbers(&read("/proc/meminfo")?, &["MemAvailable:"])?;
@@ -175,16 +177,17 @@ fn available(read: impl Fn(&str) -> Option<String>) -> usize {
     system().unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
 }
 
-/// Where a version of control groups tells of memory.
+/// Files that describe the memory of a control group.
 struct ControlGroup {
     limit: &'static str,
     used: &'static str,
     stat: &'static str,
-    /// What of the used is files' pages, which the group gives up where memory is short: those of the model among them.
+    /// Keys of file cache pages in `stat`: counted as used, but reclaimed when memory is short. The model's
+    /// files are among them.
     cached: [&'static str; 2],
 }
 
-/// Version 2, then version 1.
+/// Control groups version 2, then version 1.
 const CONTROL_GROUPS: [ControlGroup; 2] = [
     ControlGroup {
         limit: "/sys/fs/cgroup/memory.max",
@@ -201,7 +204,7 @@ const CONTROL_GROUPS: [ControlGroup; 2] = [
 ];
 
 impl ControlGroup {
-    /// What it would still give; `None` without a limit.
+    /// Returns the bytes that the group can still provide; `None` without a limit.
     fn rest(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
         let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
         let (limit, used) = (number(self.limit)?, number(self.used)?);
@@ -210,7 +213,7 @@ impl ControlGroup {
     }
 }
 
-/// The sum of what is said of these keys, each at the beginning of a line; `None` if one is missing.
+/// Returns the sum of the values of `keys`, each at the beginning of a line; `None` if one is missing.
 fn numbers(text: &str, keys: &[&str]) -> Option<usize> {
     let number = |key: &&str| {
         let mut lines = text.lines().map(str::split_ascii_whitespace);
@@ -228,19 +231,20 @@ mod tests {
     fn devices_of_one_memory_take_of_it_together_and_are_named() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
         let pool = Pool { devices, free: 100, page: 8, taken: 20 };
-        // Half of the 80 that are left.
+        // Half of the 80 remaining bytes.
         assert_eq!(pool.spare_pages(), 5);
         assert!(pool.check(10, KvSize::Tokens(320)).is_ok());
         let error = pool.check(11, KvSize::Bytes(88)).unwrap_err().to_string();
         assert_eq!(
             error,
-            "kv.size asks for 88 bytes on cpu:0, cpu:1, but only 80 are free there beside 20 for weights and steps"
+            "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights and steps"
         );
-        // What nobody asked for is the least there is, and weights that do not fit are another matter.
+        // Without a configured size only the minimum is checked, and weights that do not fit are another
+        // matter.
         assert!(pool.check(11, KvSize::Fitting).is_ok() && pool.check(13, KvSize::Fitting).is_err());
         assert_eq!(Pool { taken: 200, ..pool }.spare_pages(), 0);
         let nothing = Pool { devices: Vec::new(), free: usize::MAX, page: 0, taken: 0 };
-        assert_eq!(nothing.spare_pages(), usize::MAX, "pages of no bytes are bounded by nothing");
+        assert_eq!(nothing.spare_pages(), usize::MAX, "pages of zero bytes are unlimited");
     }
 
     const MEMINFO: (&str, &str) = (
@@ -252,7 +256,7 @@ mod tests {
         available(|path| files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned()))
     }
 
-    /// A process that starts again finds the model's files in memory: they are its to use.
+    /// A restarted process finds the model's files in the file cache, which counts as available.
     #[test]
     fn what_files_take_of_a_control_group_is_to_be_had() {
         assert_eq!((of(&[]), of(&[MEMINFO])), (usize::MAX, 20_480_000_000));

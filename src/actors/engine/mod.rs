@@ -1,4 +1,4 @@
-//! The engine: all actors of one model, started together and stopped together.
+//! The engine: starts and stops all actors of a model.
 //!
 //! Invariant: when `start` returns, the model is loaded, every buffer is allocated, and requests are served.
 
@@ -35,62 +35,64 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tracing::warn;
 
-/// Most likely tokens that can be asked for beside each token.
+/// Maximum number of most likely tokens reported per token.
 pub const TOP_LOGPROBS: usize = 20;
 
-/// Biases of one sequence, tokens that end it counted.
+/// Maximum logit biases of a sequence, including the tokens that end it.
 pub const BIASES: usize = 512;
 
-/// The sizes of everything, derived from configuration and model before anything is allocated.
+/// The sizes of everything, derived from configuration and model before any allocation.
 #[derive(Clone, Debug)]
 pub struct EngineSetup {
     pub scheduler: SchedulerConfig,
     pub limits: StepLimits,
     /// Width of the residual stream.
     pub width: usize,
-    /// Steps in flight, each of a part of the slots of its own; every part has one at least.
+    /// Number of micro-batches in flight (lanes), each with its own part of the slots; every lane has at
+    /// least one slot.
     pub lanes: usize,
-    /// How long the devices may go without an answer; `None` for ever.
+    /// How long the devices may take for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
     pub kv: KvPlan,
     pub model: ModelInfo,
-    /// Which device holds which part of the model.
+    /// The part of the model that each device holds.
     pub partition: Partition,
-    /// The same to show, stage by stage, by rank.
+    /// The partition for display, by stage and rank.
     pub assigned: Vec<Vec<Assigned>>,
-    /// Keys of the model's generation_config.json that are not served.
+    /// Keys of the model's generation_config.json that are not supported.
     pub unserved: Vec<String>,
-    /// What the model's files say otherwise of vectors than they are made, in words.
+    /// Warning about unsupported embedding settings in the model's files.
     pub caution: Option<String>,
 }
 
-/// What the server tells of the model.
+/// Properties of the model that the server reports and uses.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
     pub name: String,
     pub kind: Kind,
-    /// Where its tasks are asked for.
+    /// Endpoints that serve the model's tasks.
     pub endpoints: Vec<&'static str>,
-    /// Whether logits come out.
+    /// Whether the model has an output head, and so computes logits.
     pub has_head: bool,
-    /// Tokens of prompt and answer together that the model, or the configuration, allows; of a lone encoder, those of
-    /// its input.
+    /// Maximum tokens of prompt and answer together, by the model or the configuration; of an encoder-only
+    /// model, of its input.
     pub context: usize,
-    /// The same, as far as the KV cache goes.
+    /// Maximum tokens of a sequence that fit into the KV cache; of an encoder-only model, the same as
+    /// `context`.
     pub longest: usize,
-    /// Tokens of the longest source; 0 without an encoder.
+    /// Maximum tokens of the encoder input; 0 without an encoder.
     pub source_context: usize,
-    /// Sequences that can be taken in at once: slots and places to wait.
+    /// Maximum number of sequences that can be accepted at once: slots plus queue.
     pub choices_max: usize,
     pub vocab: usize,
     pub eos: Vec<u32>,
-    /// For requests that do not say.
+    /// Default sampling parameters of requests.
     pub defaults: SamplingDefaults,
-    /// How it wants to be asked, by its kind.
+    /// Prompting defaults, by kind of model.
     pub conventions: Conventions,
-    /// How messages become a prompt, if the model says so.
+    /// The template that renders chat messages to a prompt, if the model has one.
     pub chat: Option<Arc<ChatTemplate>>,
-    /// When it was loaded, in seconds of Unix time.
+    /// When the model was loaded, in seconds of Unix time.
     pub created: u64,
 }
 
@@ -100,15 +102,15 @@ pub struct Engine {
     pub status: Arc<Status>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
-    /// What was allocated for what, in lines.
+    /// Multi-line report of what was allocated.
     pub report: String,
-    /// For checks: who holds what.
+    /// The actors, for tests and diagnostics.
     pub actors: Actors,
     control: Arbiter,
     group: Arc<Group>,
 }
 
-/// The actors that hold things.
+/// Actors that own resources.
 #[derive(Clone)]
 pub struct Actors {
     pub intake: Addr<Intake>,
@@ -116,20 +118,20 @@ pub struct Actors {
 }
 
 impl EngineSetup {
-    /// Sizes for `source`, divided like that, as `config` wants them.
+    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`.
     pub fn new(config: &Config, source: &ModelSource, partition: Partition) -> Result<EngineSetup> {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
         ensure!(
             spec.has_head() || spec.decoder.is_none(),
-            "{}: head.kind is \"none\", but a decoder generates by its head",
+            "{}: head.kind is \"none\", but a decoder needs an output head to generate",
             spec.provenance.specification
         );
         let context = context(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
         let lanes = lanes(&scheduler, partition.stages.len());
         let kv = memory::kv_plan(config, &limits, lanes, source, &partition)?;
-        // No sequence outgrows the pool, and tables are made for the longest there can be.
+        // No sequence is longer than the pool allows, so page tables need no more entries.
         let own_pages = (kv.pages - 1).saturating_sub(memory::source_pages_min(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -137,8 +139,8 @@ impl EngineSetup {
             true => source.name(),
             false => config.model.served_name.clone(),
         };
-        let chat = chat_template(source)?.map(Arc::new);
-        let (defaults, unserved) = match config.model.sampling_defaults {
+        let chat_template = chat_template(source)?.map(Arc::new);
+        let (sampling_defaults, unsupported_keys) = match config.model.sampling_defaults {
             SamplingDefaultsFrom::Model => (source.defaults, source.unserved.keys().cloned().collect()),
             SamplingDefaultsFrom::Neutral => (SamplingDefaults::default(), Vec::new()),
         };
@@ -153,13 +155,13 @@ impl EngineSetup {
             choices_max: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
             eos: end_tokens(source)?,
-            defaults,
+            defaults: sampling_defaults,
             conventions: Conventions::of(source, &config.model)?,
-            chat,
+            chat: chat_template,
             created,
         };
-        let caution = Conventions::caution(source, &config.model);
-        let assigned = opened::assigned(source, &partition);
+        let embedding_warning = Conventions::caution(source, &config.model);
+        let assignments = opened::assigned(source, &partition);
         let (width, step_timeout) = (spec.hidden, config.device.step_timeout);
         Ok(EngineSetup {
             scheduler,
@@ -170,15 +172,15 @@ impl EngineSetup {
             kv,
             model,
             partition,
-            assigned,
-            unserved,
-            caution,
+            assigned: assignments,
+            unserved: unsupported_keys,
+            caution: embedding_warning,
         })
     }
 }
 
-/// Starts all actors: intake, prefill, decode and kv on one control thread, each device on its own. Fails when a device
-/// cannot be built.
+/// Starts all actors: intake, prefill, decode and kv on one control thread, each device on a thread of its
+/// own. Fails if a device cannot be built.
 pub async fn start(
     setup: EngineSetup,
     tokenizer: Arc<Tokenizer>,
@@ -197,12 +199,13 @@ pub async fn start(
     let report = report::report(&setup, &built);
     if !setup.unserved.is_empty() {
         let keys = setup.unserved.join(", ");
-        warn!("generation_config.json asks for what is not served: {}", keys.escape_debug());
+        warn!("generation_config.json has unsupported keys: {}", keys.escape_debug());
     }
-    if let Some(caution) = &setup.caution {
-        warn!("{}", caution.escape_debug());
+    if let Some(warning) = &setup.caution {
+        warn!("{}", warning.escape_debug());
     }
     telemetry::SLOTS.set(setup.limits.slots as f64);
+    telemetry::QUEUE_CAPACITY.set(setup.scheduler.max_waiting as f64);
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
     telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
 
@@ -221,19 +224,21 @@ pub async fn start(
 }
 
 impl Engine {
-    /// Stops all actors and waits for the step that runs, though not for ever. Requests still in flight lose their streams.
+    /// Stops all actors, and waits a limited time for the running step. Requests in flight lose their
+    /// streams.
     pub fn stop(self) {
         self.status.stop();
-        // The control thread goes first, so that no step is sent to a device that is gone.
+        // The control thread is stopped first, so that no step is sent to a stopped device.
         self.control.stop();
         let _ = self.control.join();
         self.group.stop();
     }
 }
 
-/// How long a lane may be without a sign of life while all is well: while requests gather, and while a step of its comes
-/// back. As many steps as lanes are on the devices, and before it as many wait for a place there as others sent ahead while
-/// it rested; each may take that long after the one before.
+/// Returns how long a lane with work may go without a heartbeat: while requests gather, and while its step
+/// completes. There may be as many steps on the devices as lanes, and before the lane's step as many waiting
+/// ones that other lanes sent ahead while it was idle; each may take the whole timeout after the previous
+/// one.
 fn quiet(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Duration {
     let gathering = match policy {
         Policy::Window { window } => window,
@@ -243,15 +248,16 @@ fn quiet(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Durati
     gathering.saturating_add(step_timeout.unwrap_or_default().saturating_mul(steps))
 }
 
-/// How many lanes there are: each has a slot at least.
+/// Returns the number of lanes; each has at least one slot.
 fn lanes(scheduler: &SchedulerConfig, stages: usize) -> usize {
-    let wanted = match scheduler.lanes {
+    let configured = match scheduler.lanes {
         Lanes::ByStages => stages,
         Lanes::Number(lanes) => lanes,
     };
-    wanted.clamp(1, scheduler.slots)
+    configured.clamp(1, scheduler.slots)
 }
 
+/// Starts the actors of the control thread.
 fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, status: Arc<Status>) -> Actors {
     let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, .. } = setup.scheduler;
     let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
@@ -266,7 +272,7 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         })
     };
     let config = DecodeConfig { policy, limits, token_budget, eos: setup.model.eos.clone(), lanes };
-    let neighbours = Neighbours {
+    let handles = Neighbours {
         prefill_next: prefill.clone().recipient(),
         prefill_ahead: prefill.clone().recipient(),
         prefill_forget: prefill.clone().recipient(),
@@ -276,10 +282,10 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         status: status.clone(),
     };
     for lane in 0..lanes {
-        let (neighbours, config) = (neighbours.clone(), config.clone());
-        Decode::start_in_arbiter(&thread, move |_| Decode::new(lane, neighbours, config));
+        let (handles, config) = (handles.clone(), config.clone());
+        Decode::start_in_arbiter(&thread, move |_| Decode::new(lane, handles, config));
     }
-    let door = IntakeLimits {
+    let intake_limits = IntakeLimits {
         slots,
         max_waiting,
         context: setup.model.context,
@@ -294,44 +300,48 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         has_head: setup.model.has_head,
         endpoints: setup.model.endpoints.clone(),
     };
-    let intake = Intake::start_in_arbiter(&thread, move |_| Intake::new(door, prefill.recipient(), status));
+    let intake =
+        Intake::start_in_arbiter(&thread, move |_| Intake::new(intake_limits, prefill.recipient(), status));
     Actors { intake, kv }
 }
 
+/// Compiles the model's chat template, if it has one.
 fn chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>> {
     let Some(ChatSource { origin, text }) = &source.chat.template else { return Ok(None) };
     ChatTemplate::new(origin, text, source.chat.special_tokens.clone()).map(Some)
 }
 
-/// The tokens that end a sequence, each once. They take the place of biases while `min_tokens` forbids them.
+/// Returns the tokens that end a sequence, without duplicates. They take the places of biases while
+/// `min_tokens` bans them.
 fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
     let mut seen = HashSet::new();
-    // What cannot be drawn need not be looked for.
+    // Tokens outside the vocabulary are never sampled.
     let ids = source.eos.iter().copied().filter(|id| (*id as usize) < source.spec.vocab && seen.insert(*id));
     let ids: Vec<u32> = ids.collect();
     ensure!(
         ids.len() <= BIASES,
-        "{}: eos_token_id names {} tokens, but {BIASES} can end a sequence at most",
+        "{}: eos_token_id names {} tokens, but at most {BIASES} can end a sequence",
         source.path.display(),
         ids.len()
     );
     Ok(ids)
 }
 
+/// Returns the context length by configuration and model.
 fn context(kv: &KvConfig, model: usize) -> Result<usize> {
     let context = kv.max_context.unwrap_or(model);
-    ensure!(context <= model, "kv.max_context is {context}, but the model was made for {model} positions");
+    ensure!(context <= model, "kv.max_context is {context}, but the model supports only {model} positions");
     Ok(context)
 }
 
-/// The bounds of a step, as if there were pages for all.
+/// Returns the limits of a step, before the KV cache limits the positions.
 fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
     let source_positions = spec.source_context().min(config.kv.max_context.unwrap_or(usize::MAX));
     StepLimits {
         slots,
-        // Prompt tokens of one step, or one source that is longer, beside a window that may be full of decoding slots
-        // and holes.
+        // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
+        // decoding slots and holes.
         rows: token_budget.max(source_positions) + slots,
         logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
         positions: if spec.decoder.is_some() { context } else { 0 },
@@ -349,7 +359,8 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
 mod tests {
     use super::*;
 
-    /// Four lanes: three steps ahead in front of one that wakes, and that lane's own four turns.
+    /// For four lanes: three steps sent ahead before a lane wakes up, and four steps of that lane's own
+    /// round.
     #[test]
     fn a_lane_is_quiet_for_as_long_as_all_steps_before_its_own_may_take() {
         let seconds = Duration::from_secs;

@@ -1,6 +1,7 @@
-//! What the engine says of itself at start.
+//! The engine's report at startup.
 //!
-//! Invariant: which device holds what is told as the paper's table tells it (Shi et al. 2024, section 4), with the bytes.
+//! Invariant: the report lists each device's part of the model like the table of the paper (Shi et al. 2024,
+//! section 4), with its bytes.
 
 use super::memory::between;
 use super::{EngineSetup, ModelInfo};
@@ -10,7 +11,7 @@ use crate::planner::Assigned;
 use mainstem_kernels::{Share, StepLimits};
 use std::fmt::Write;
 
-/// The sizes of everything, in lines; `built` are the devices' own reports, stage by stage, by rank.
+/// Returns the report of all sizes, one per line. `built` are the reports of the devices, by stage and rank.
 pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> String {
     let EngineSetup { scheduler, limits, kv, model, .. } = setup;
     let sum = |of: fn(&ExecutorReport) -> usize| mib(built.iter().flatten().map(of).sum());
@@ -30,7 +31,7 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
         ),
         format!(
-            "kv cache     {:.1} MiB: {} pages of {} positions, {}, {} bytes a position{}",
+            "kv cache     {:.1} MiB: {} pages of {} positions, {}, {} bytes per position{}",
             sum(|it| it.kv_bytes),
             kv.pages - 1,
             limits.page_positions,
@@ -38,12 +39,12 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             built.iter().flatten().map(|it| it.kv_bytes).sum::<usize>() / (kv.pages * limits.page_positions),
             attended(limits)
         ),
-        format!("activations  {:.1} MiB for {} rows a step", sum(|it| it.activation_bytes), limits.rows),
+        format!("activations  {:.1} MiB for {} rows per step", sum(|it| it.activation_bytes), limits.rows),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
     ]);
     lines.extend(exchanges(setup));
     lines.push(format!(
-        "scheduler    {} slots, {} may wait, {:?}, shuffle {shuffle}{}",
+        "scheduler    {} slots, queue of {}, {:?}, shuffle {shuffle}{}",
         limits.slots,
         scheduler.max_waiting,
         scheduler.policy,
@@ -55,21 +56,21 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     })
 }
 
-/// What devices exchange and hand on by, where they are several.
+/// Returns the line about communication buffers, if there are several devices.
 fn exchanges(setup: &EngineSetup) -> Option<String> {
     let bytes: usize = between(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
 }
 
-/// How much of its past a drawn token takes, where that is not all.
+/// Returns a note on the fraction of cached values attended to, if it is not all.
 fn attended(limits: &StepLimits) -> String {
     match limits.attended {
         Share::ALL => String::new(),
-        share => format!(", of which a drawn token takes {share} of the values"),
+        share => format!(", of which a generated token attends to {share} of the values"),
     }
 }
 
-/// Steps in flight, where they are several.
+/// Returns a note on the number of lanes, if there are several.
 fn lanes(setup: &EngineSetup) -> String {
     match setup.lanes {
         0 | 1 => String::new(),
@@ -77,7 +78,7 @@ fn lanes(setup: &EngineSetup) -> String {
     }
 }
 
-/// A line for each device: what it is, and what it holds.
+/// Returns a line for each device: its name, part of the model, and memory.
 fn devices(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
     let line = |(assigned, built): (&Assigned, &ExecutorReport)| {
         let (name, bytes) = (&assigned.device, mib(report_bytes(built)));
@@ -86,7 +87,7 @@ fn devices(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
     setup.assigned.iter().flatten().zip(built.iter().flatten()).map(line).collect()
 }
 
-/// All that a device takes.
+/// Returns all bytes that a device allocates.
 fn report_bytes(built: &ExecutorReport) -> usize {
     built.weight_bytes + built.kv_bytes + built.activation_bytes + built.step_bytes
 }
@@ -95,13 +96,13 @@ fn mib(bytes: usize) -> f64 {
     bytes as f64 / (1 << 20) as f64
 }
 
-/// The stacks of layers there are.
+/// Describes the model's layer stacks.
 fn stacks(model: &ModelInfo) -> String {
     match model.kind {
         Kind::Decoder => "decoder".to_owned(),
         Kind::Encoder => "encoder".to_owned(),
         Kind::EncoderDecoder => {
-            format!("encoder for sources of up to {} and decoder", model.source_context)
+            format!("encoder for inputs of up to {} tokens and decoder", model.source_context)
         }
     }
 }

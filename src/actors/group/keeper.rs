@@ -1,10 +1,10 @@
-//! The keeper of a group: the thread that builds it, and builds it again.
+//! The supervisor of a group: the thread that builds the devices, and rebuilds them after a fault.
 //!
-//! Owns the devices' threads. Sleeps as long as all is well.
-//! Invariant: a group is built from nothing: every device has dropped what it had, or has been given up and replaced. Of a
-//! device one thread at most hangs beside the one that replaced it, so that nobody has a third model in memory. Who waits
-//! for a step is told when the devices take too long to come back, if steps have a limit at all; when the group is stopped,
-//! the keeper ends within a set time.
+//! Owns the devices' threads. It sleeps while the group is healthy.
+//! Invariant: a group is built from scratch: every device has dropped its executor, or its thread has been
+//! abandoned and replaced. At most one hung thread per device exists beside the current one, so that a device
+//! never holds a third model in memory. If steps have a timeout, waiting steps fail when recovery takes too
+//! long; when the group is stopped, the supervisor ends within a fixed time.
 
 use super::GroupConfig;
 use super::hub::{Hub, News, Place};
@@ -19,41 +19,41 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tracing::{error, info, warn};
 
-/// What every device of a group reports of itself, stage by stage, by rank.
+/// Reports of all devices of a group, by stage and rank.
 pub type Reports = Vec<Vec<ExecutorReport>>;
 
-/// How long the devices may take at most to find out that the group was given up for a silence, before those are named that
-/// have not.
+/// Maximum time that the devices have after a timeout to drop their executors before the ones that have not
+/// are logged.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// How many times as long as the first a later build may take.
+/// How many times longer than the first build a rebuild may take.
 const SLOWER: u32 = 10;
 
-/// How long devices that could not be built are left alone at least, if nobody wants them.
+/// Minimum time between attempts to rebuild, unless steps wait.
 const ALONE: Duration = Duration::from_secs(5);
 
-/// How long the devices have at the end to be through with the step they are in.
+/// How long the devices may take to finish their current step when the group is stopped.
 const LEAVING: Duration = Duration::from_secs(10);
 
-/// The thread's state.
+/// The state of the supervisor thread.
 pub(super) struct Keeper {
     hub: Arc<Hub>,
     factories: Vec<Vec<SharedFactory>>,
-    /// A device's thread, or why there is none.
+    /// The thread of each device; `None` if it has none.
     threads: Vec<Vec<Option<JoinHandle<()>>>>,
-    /// Threads that stalled. They end when they wake, if ever they do.
+    /// Abandoned threads with their device names. They end when they resume, if ever.
     given_up: Vec<(String, JoinHandle<()>)>,
-    /// What the first build took.
+    /// Duration of the first build.
     first: Duration,
 }
 
 impl Keeper {
-    pub fn new(hub: Arc<Hub>, factories: Vec<Vec<SharedFactory>>) -> Keeper {
+    pub fn new(group: Arc<Hub>, factories: Vec<Vec<SharedFactory>>) -> Keeper {
         let threads = factories.iter().map(|stage| stage.iter().map(|_| None).collect()).collect();
-        Keeper { hub, factories, threads, given_up: Vec::new(), first: Duration::ZERO }
+        Keeper { hub: group, factories, threads, given_up: Vec::new(), first: Duration::ZERO }
     }
 
-    /// Builds the group and tells how that went; then keeps it, if it could be built at all.
+    /// Builds the group and sends the result; if it succeeded, supervises the group until it is stopped.
     pub fn keep(mut self, started: oneshot::Sender<Result<Reports>>) {
         let began = Instant::now();
         match self.build(None) {
@@ -71,67 +71,69 @@ impl Keeper {
         }
     }
 
+    /// Recovers the group whenever necessary, until it is stopped.
     fn see_to_it(&mut self) {
-        let what = self.hub.config().what();
-        // Devices that take long to build are not built all the time.
-        let again = self.first.max(ALONE);
-        while let Some(news) = self.hub.next_news(again) {
-            match self.recover(news) {
-                Ok(_) => info!("{what} is back"),
+        let label = self.hub.config().what();
+        // Devices that take long to build are not rebuilt continuously.
+        let retry_interval = self.first.max(ALONE);
+        while let Some(reason) = self.hub.next_news(retry_interval) {
+            match self.recover(reason) {
+                Ok(_) => info!("{label} is back"),
                 Err(_) if self.hub.is_stopping() => {}
                 Err(fault) => {
                     error!(
-                        "{what} is still away: {fault:#}; it is tried again in {again:.0?}, or with the next step"
+                        "{label} is still unavailable: {fault:#}; retrying in {retry_interval:.0?}, or with the next step"
                     )
                 }
             }
         }
     }
 
-    /// Everybody drops what they have; who does not in time is replaced. Then all build.
-    fn recover(&mut self, news: News) -> Result<Reports> {
-        let hub = self.hub.clone();
-        let GroupConfig { step_timeout, status, .. } = hub.config();
-        let building = self.first * SLOWER + step_timeout.unwrap_or_default();
-        status.away_for(building + step_timeout.unwrap_or_default());
-        if !matches!(news, News::Wanted) {
+    /// Recovers the group: all devices drop their executors, threads that do not in time are replaced, and
+    /// all devices build again.
+    fn recover(&mut self, reason: News) -> Result<Reports> {
+        let group = self.hub.clone();
+        let GroupConfig { step_timeout, status, .. } = group.config();
+        let build_limit = self.first * SLOWER + step_timeout.unwrap_or_default();
+        status.away_for(build_limit + step_timeout.unwrap_or_default());
+        if !matches!(reason, News::Wanted) {
             telemetry::DEVICE_RESTARTS.add(1);
         }
-        self.clear(news);
-        let built = self.build(step_timeout.map(|_| building))?;
+        self.clear(reason);
+        let reports = self.build(step_timeout.map(|_| build_limit))?;
         status.back();
-        Ok(built)
+        Ok(reports)
     }
 
-    /// Everybody drops what they have. Who is in a long step has as much time again before its thread is given up: it may
-    /// well come to its end.
-    fn clear(&mut self, news: News) {
+    /// Commands all devices to drop their executors, and abandons the threads that do not. A device in a long
+    /// step gets another step timeout before its thread is abandoned, as it may well finish.
+    fn clear(&mut self, reason: News) {
         let timeout = self.hub.config().step_timeout;
         let within = |time| Some(Instant::now() + time);
         let until = timeout.and_then(within);
         self.hub.clear();
-        if let News::Stalled = news {
+        if let News::Stalled = reason {
             let stalled = self.hub.not_cleared(timeout.and_then(|timeout| within(timeout.min(LAST_WORDS))));
             self.hub.name_stalled(&stalled);
         }
-        for place in self.hub.to_give_up(until) {
-            self.give_up(place);
+        for id in self.hub.to_give_up(until) {
+            self.give_up(id);
         }
     }
 
-    /// Leaves a thread to itself: the device gets another.
-    fn give_up(&mut self, place: Place) {
+    /// Abandons a thread: the device will get another.
+    fn give_up(&mut self, id: Place) {
         self.given_up.retain(|(_, thread)| !thread.is_finished());
-        let device = self.hub.name(place).to_owned();
-        if self.hub.disown(place) {
-            warn!(device, "its thread is given up, and ends when it wakes");
-            let thread = self.threads[place.stage][place.rank].take();
+        let device = self.hub.name(id).to_owned();
+        if self.hub.disown(id) {
+            warn!(device, "the device's thread is abandoned; it ends when it resumes");
+            let thread = self.threads[id.stage][id.rank].take();
             self.given_up.extend(thread.map(|thread| (device, thread)));
         }
     }
 
-    /// Builds the group, with new threads where there are none. Steps that wait for it are told if that fails, and if it
-    /// takes longer than that.
+    /// Builds the group, with new threads for devices that have none. Waiting steps fail if the build fails
+    /// or takes longer than `limit`.
     fn build(&mut self, limit: Option<Duration>) -> Result<Reports> {
         self.hub.away();
         let built = self.start_dead().and_then(|()| {
@@ -145,36 +147,38 @@ impl Keeper {
         built
     }
 
+    /// Starts a thread for every device that has none.
     fn start_dead(&mut self) -> Result<()> {
-        for place in self.hub.dead() {
-            if let Some(thread) = self.threads[place.stage][place.rank].take() {
+        for id in self.hub.dead() {
+            if let Some(thread) = self.threads[id.stage][id.rank].take() {
                 let _ = thread.join();
             }
-            self.start(place)?;
+            self.start(id)?;
         }
         Ok(())
     }
 
+    /// Starts a thread for a device.
     fn start(&mut self, old: Place) -> Result<()> {
-        let Some((place, mailbox)) = self.hub.replace(old) else { return Ok(()) };
-        let factory = self.factories[place.stage][place.rank].clone();
-        let thread = Device::spawn(place, self.hub.clone(), mailbox, factory)
-            .inspect_err(|_| self.hub.left(place))
-            .with_context(|| format!("starting the thread of the device {}", self.hub.name(place)))?;
-        self.threads[place.stage][place.rank] = Some(thread);
+        let Some((id, mailbox)) = self.hub.replace(old) else { return Ok(()) };
+        let factory = self.factories[id.stage][id.rank].clone();
+        let thread = Device::spawn(id, self.hub.clone(), mailbox, factory)
+            .inspect_err(|_| self.hub.left(id))
+            .with_context(|| format!("starting the thread of the device {}", self.hub.name(id)))?;
+        self.threads[id.stage][id.rank] = Some(thread);
         Ok(())
     }
 
-    /// Waits for the threads, which have been told to end.
+    /// Waits a limited time for the threads, which have been told to exit.
     fn end(mut self) {
-        for place in self.hub.not_ended(Instant::now() + LEAVING) {
-            let thread = self.threads[place.stage][place.rank].take();
-            self.given_up.extend(thread.map(|thread| (self.hub.name(place).to_owned(), thread)));
+        for id in self.hub.not_ended(Instant::now() + LEAVING) {
+            let thread = self.threads[id.stage][id.rank].take();
+            self.given_up.extend(thread.map(|thread| (self.hub.name(id).to_owned(), thread)));
         }
         for (device, thread) in self.given_up {
             match thread.is_finished() {
                 true => _ = thread.join(),
-                false => warn!(device, "its thread has not come to an end; it is left to itself"),
+                false => warn!(device, "the device's thread has not ended; it is abandoned"),
             }
         }
         for thread in self.threads.into_iter().flatten().flatten() {

@@ -1,51 +1,51 @@
-//! What a device's thread is told, and where it waits for it.
+//! Commands to a device's thread, and the mailbox in which they wait.
 //!
-//! Invariant: orders are taken in the order in which they were put; who waits uses no CPU.
+//! Invariant: commands are received in the order in which they were sent; waiting uses no CPU.
 
 use super::link::Link;
 use mainstem_kernels::{Abort, Carried, Collective, StepBatch};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What a device is to do.
+/// A command to a device.
 pub(in crate::actors) enum Order {
-    /// Drop the executor, and say so.
+    /// Drop the executor, and report it.
     Clear,
-    /// Build one that exchanges sums by this collective, and say so.
+    /// Build an executor that uses this collective, and report the result.
     Build(Seat, Box<dyn Collective>),
-    /// Do its part of a step.
+    /// Run this device's part of a step.
     Run(Parcel),
 }
 
-/// A step on its way to a device. All members of a stage read the same.
+/// A step on its way to a device. All ranks of a stage share one batch.
 pub(in crate::actors) struct Parcel {
-    /// That of whoever sent it: what comes from before a fault is no order any more.
+    /// The sender's build: steps of an earlier build are ignored.
     pub build: u64,
     pub batch: Arc<StepBatch>,
-    /// What the stage before gave.
+    /// Activations from the previous stage; `None` for the first stage.
     pub carried: Option<Arc<Carried>>,
 }
 
-/// A device's place in the group, from one build to the next.
+/// A device's assignment in the group, from one build to the next.
 pub(in crate::actors) struct Seat {
-    /// How often the group has been built.
+    /// Number of this build.
     pub build: u64,
-    /// The group was given up: nothing that comes of a step is wanted.
+    /// Aborted when the build is given up: results of its steps are not needed then.
     pub abort: Abort,
     pub duty: Duty,
 }
 
-/// What becomes of a member's part of a step.
+/// What a rank does after computing its part of a step.
 pub(in crate::actors) enum Duty {
-    /// It is what the others of its stage have too.
+    /// Nothing: the other ranks of its stage compute the same result.
     Nothing,
-    /// The next stage gets it.
+    /// Hand the activations over to the next stage.
     HandOn(Box<dyn Link>),
-    /// It is the step's result.
+    /// Return the step's results.
     Answer,
 }
 
-/// A device's orders.
+/// The command queue of a device.
 pub(in crate::actors) struct Mailbox {
     inbox: Mutex<Inbox>,
     come: Condvar,
@@ -56,46 +56,46 @@ struct Inbox {
     open: bool,
 }
 
-/// Orders beside steps that may wait.
+/// Number of commands besides steps that may wait.
 const BESIDE: usize = 4;
 
 impl Mailbox {
-    /// For a device of a group that has so many steps on its devices at most. It does not grow.
+    /// Creates a mailbox for a group with at most `steps` steps in flight. It does not grow.
     pub fn new(steps: usize) -> Mailbox {
         let inbox = Inbox { orders: VecDeque::with_capacity(steps + BESIDE), open: true };
         Mailbox { inbox: Mutex::new(inbox), come: Condvar::new() }
     }
 
-    /// Leaves an order; once closed, throws it away.
-    pub fn put(&self, order: Order) {
+    /// Sends a command; a closed mailbox drops it.
+    pub fn put(&self, command: Order) {
         let mut inbox = self.lock();
         if inbox.open {
-            inbox.orders.push_back(order);
+            inbox.orders.push_back(command);
             drop(inbox);
             self.come.notify_one();
         }
     }
 
-    /// The next order, as soon as there is one; `None` once closed.
+    /// Waits for the next command; `None` once the mailbox is closed.
     pub fn take(&self) -> Option<Order> {
         let mut inbox = self.lock();
         loop {
             match inbox.orders.pop_front() {
-                Some(order) => return Some(order),
+                Some(command) => return Some(command),
                 None if !inbox.open => return None,
                 None => inbox = self.come.wait(inbox).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
-    /// Takes no more orders, and forgets those that wait.
+    /// Closes the mailbox, and drops the waiting commands.
     pub fn close(&self) {
         let mut inbox = self.lock();
         inbox.open = false;
-        let forgotten = std::mem::take(&mut inbox.orders);
+        let dropped = std::mem::take(&mut inbox.orders);
         drop(inbox);
         self.come.notify_one();
-        drop(forgotten);
+        drop(dropped);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inbox> {

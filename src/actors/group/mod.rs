@@ -1,12 +1,15 @@
-//! A group: the devices that hold one model together, and step, fail and restart together.
+//! A group: the devices that hold one model together, and that step, fail and restart together.
 //!
-//! A step goes to all members of the first stage at once; the first member of each stage hands it on to all of the next;
-//! the first of the last answers. So steps pass the stages in order, and several are under way at a time.
-//! Whatever befalls a member, an error, a panic, the end of its thread or a silence that lasts too long, gives the whole
-//! group up: every step under way gets the same error, and the group is built anew before the next one runs.
-//! A fault takes what the devices remember of all sequences, also of those that had no step under way. So a step says from
-//! which epoch of that memory on its sequences are in slots, and is refused when that is over.
-//! Invariant: a step is answered once, and only by a group that has been whole since what it goes on from was computed.
+//! A step is sent to all ranks of the first stage at once. The first rank of each stage hands it over to all
+//! ranks of the next, and the first rank of the last stage returns the results. So steps pass the stages in
+//! order, and several are in flight at a time.
+//! Any failure of a device (an error, a panic, the end of its thread, or a timeout) fails the whole group:
+//! every step in flight gets the same error, and the group is rebuilt before the next step runs.
+//! A fault loses the device state of all sequences, also of those without a step in flight. Each step
+//! therefore gives the epoch of the state that its sequences depend on, and is refused when that epoch is
+//! over.
+//! Invariant: a step is answered once, and only by a group without a fault since the state that the step
+//! depends on was computed.
 
 pub(super) mod hub;
 
@@ -33,55 +36,56 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 use tokio::sync::oneshot;
 
-/// What a group is told.
+/// Configuration of a group.
 #[derive(Clone)]
 pub struct GroupConfig {
-    /// What the devices are called, stage by stage, by rank.
+    /// The devices' names, by stage and rank.
     pub names: Vec<Vec<String>>,
     pub limits: StepLimits,
-    /// Width of the residual stream, which goes from stage to stage.
+    /// Width of the residual stream, which is handed over from stage to stage.
     pub width: usize,
-    /// Steps that are on the devices at once, at most: as many as lanes. More wait.
+    /// Maximum number of steps in flight, which is the number of lanes. More steps wait.
     pub lanes: usize,
-    /// How long the group may go without an answer while it has steps; `None` for ever.
+    /// Maximum time between results while steps are in flight; `None` for no limit.
     pub step_timeout: Option<Duration>,
-    /// How stages reach each other: [`link::local`] within a process.
+    /// Creates the links between stages: [`link::local`] within a process.
     pub linking: Linking,
-    /// Who is told while the devices are built again.
+    /// Status to update when the devices are rebuilt.
     pub status: Arc<Status>,
 }
 
-/// What the devices remember between two faults.
+/// The period between two faults, in which the devices keep the state of sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Epoch(pub u64);
 
-/// A step under way.
+/// The future result of a step.
 pub type Running = Pin<Box<dyn Future<Output = Ran>>>;
 
-/// What runs steps, in the order in which they are sent.
+/// Devices that run steps in the order in which they are sent.
 pub trait Devices: Send + Sync {
-    /// Sends off a step of sequences that are in slots from `epoch` on; fails when that is over. It is on its way when this
-    /// returns; what it gives is awaited.
+    /// Sends a step whose sequences got their slots in `epoch`; fails if the epoch is over. The step is sent
+    /// when this returns; the result is awaited.
     fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError>;
 
-    /// The epoch at hand.
+    /// Returns the current epoch.
     fn epoch(&self) -> Epoch;
 
-    /// Fails when that epoch is over, and says what ended it.
+    /// Returns the fault that ended the epoch, as an error, if it is over.
     fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError>;
 
-    /// How many have a part in a step.
+    /// Returns the number of devices that take part in a step.
     fn count(&self) -> usize;
 }
 
-/// The devices of a model: stages by layers, members by rank.
+/// The devices of a model: stages of layers, and tensor-parallel ranks within a stage.
 pub struct Group {
     hub: Arc<Hub>,
     keeper: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl GroupConfig {
-    /// Devices of these names in one process, a step for each stage, with all the time they want.
+    /// A configuration for devices of these names in one process, with one step in flight per stage and no
+    /// timeout.
     pub fn new(names: Vec<Vec<String>>, limits: StepLimits, width: usize) -> GroupConfig {
         let (lanes, status) = (names.len(), Arc::new(Status::new(Duration::ZERO, 0)));
         GroupConfig {
@@ -95,11 +99,12 @@ impl GroupConfig {
         }
     }
 
+    /// Returns the maximum size of activation hand-offs between stages.
     fn room(&self) -> Room {
         Room { limits: self.limits, width: self.width, steps: self.lanes }
     }
 
-    /// What the log calls it.
+    /// Returns what the log calls the group.
     fn what(&self) -> &'static str {
         match &self.names[..] {
             [stage] if stage.len() == 1 => "the device",
@@ -109,23 +114,23 @@ impl GroupConfig {
 }
 
 impl Group {
-    /// Starts a thread for each device and builds what it runs, all at the same time. Fails when one cannot be built.
+    /// Starts a thread per device, and builds all devices in parallel. Fails if one cannot be built.
     pub async fn start(factories: Vec<Vec<Factory>>, config: GroupConfig) -> Result<(Group, Reports)> {
         let sizes = |lens: &mut dyn Iterator<Item = usize>| lens.collect::<Vec<_>>();
         ensure!(
             sizes(&mut factories.iter().map(Vec::len)) == sizes(&mut config.names.iter().map(Vec::len))
                 && !factories.is_empty()
                 && factories.iter().all(|stage| !stage.is_empty()),
-            "a group has stages, a stage has devices, and each of them a name"
+            "a group needs at least one stage, a stage at least one device, and each device a name"
         );
         let shared = |stage: Vec<Factory>| stage.into_iter().map(|make| Arc::new(Mutex::new(make))).collect();
-        let hub = Arc::new(Hub::new(config));
-        let keeper = Keeper::new(hub.clone(), factories.into_iter().map(shared).collect());
+        let state = Arc::new(Hub::new(config));
+        let supervisor = Keeper::new(state.clone(), factories.into_iter().map(shared).collect());
         let (started, built) = oneshot::channel();
-        let thread = Builder::new().name("group".to_owned()).spawn(move || keeper.keep(started));
+        let thread = Builder::new().name("group".to_owned()).spawn(move || supervisor.keep(started));
         let thread = thread.context("starting the group's thread")?;
-        let group = Group { hub, keeper: Mutex::new(Some(thread)) };
-        let reports = built.await.context("the group's thread is gone").flatten();
+        let group = Group { hub: state, keeper: Mutex::new(Some(thread)) };
+        let reports = built.await.context("the group's thread has ended").flatten();
         match reports {
             Ok(reports) => Ok((group, reports)),
             Err(error) => {
@@ -135,22 +140,23 @@ impl Group {
         }
     }
 
-    /// Ends the group, and waits for the steps that devices are in, though not for ever. Steps under way are not answered.
+    /// Stops the group, and waits a limited time for the running steps. Steps in flight return no results.
     pub fn stop(&self) {
         self.hub.stop();
-        let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(keeper) = keeper {
-            let _ = keeper.join();
+        let thread = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
         }
     }
 }
 
-/// Any number of steps can be sent; those that the devices have no place for wait, as they do for devices that are built.
+/// Any number of steps can be sent; those beyond the devices' capacity wait, as all do while the devices are
+/// rebuilt.
 impl Devices for Group {
     fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError> {
-        let answer = self.hub.take_in(step, epoch)?;
+        let result = self.hub.take_in(step, epoch)?;
         Ok(Box::pin(async move {
-            match answer.await {
+            match result.await {
                 Ok(ran) => ran,
                 Err(_) => Ran { step: Box::default(), result: Err(DeviceError::Fault(STOPPED.to_owned())) },
             }
@@ -170,12 +176,13 @@ impl Devices for Group {
     }
 }
 
-/// Bytes that a stage of so many members exchanges by, and hands on by if there is a next one.
-pub(super) fn stage_bytes(members: usize, next: Option<Room>) -> usize {
-    hub::exchange_bytes(members).saturating_add(next.map_or(0, |room| room.bytes()))
+/// Returns the communication bytes of a stage of `ranks` ranks: for collectives, and for the hand-off to
+/// the `next` stage, if there is one.
+pub(super) fn stage_bytes(ranks: usize, next: Option<Room>) -> usize {
+    hub::exchange_bytes(ranks).saturating_add(next.map_or(0, |capacity| capacity.bytes()))
 }
 
-/// What a step gets from a group that is no more.
+/// Error message of a step of a stopped group.
 const STOPPED: &str = "the group is stopped";
 
 impl Drop for Group {

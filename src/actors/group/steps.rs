@@ -1,8 +1,8 @@
-//! The steps of a group: which are on the devices, and which wait for a place there.
+//! The steps of a group: those in flight on the devices, and those that wait.
 //!
-//! Invariant: every step that is taken in is answered once; steps are answered in the order of their numbers. No step is on
-//! the devices, or waits, that goes on from what a fault took: a fault ends them all, and who sends on without having heard
-//! of it is refused.
+//! Invariant: every accepted step is completed once, in the order of the step numbers. No step that depends
+//! on state lost in a fault runs or waits: a fault fails all of them, and later steps of the old epoch are
+//! refused.
 
 use crate::actors::device::{Ran, Step};
 use mainstem_kernels::{DeviceError, StepBatch, StepLimits, StepOutput};
@@ -11,26 +11,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// The book of them.
+/// Steps in flight and waiting steps of a group.
 pub(super) struct Steps {
     limits: StepLimits,
-    /// Steps that are on the devices at once, at most.
+    /// Maximum number of steps in flight.
     most: usize,
-    /// Number of the step sent to the devices last. It goes on for as long as the group lives.
+    /// Number of the step that was sent last. It increases over the whole life of the group.
     number: u64,
-    /// On the devices, the oldest first.
+    /// Steps in flight, oldest first.
     running: VecDeque<Pending>,
-    /// For a place on the devices, or for devices that are away.
+    /// Steps that wait for capacity or for the devices.
     waiting: VecDeque<Pending>,
-    /// When a step was last answered.
+    /// When a step last completed.
     answered: Instant,
-    /// Batches that the devices read, and those that nobody reads any more, to be used again.
+    /// Batches that the devices read, and free ones for reuse.
     batches: Vec<Arc<StepBatch>>,
-    /// How often what the devices remember was lost, and by what the last time.
+    /// Number of faults so far.
+    /// The last fault.
     epoch: u64,
     fault: Option<DeviceError>,
 }
 
+/// A step that is not complete.
 struct Pending {
     step: Box<Step>,
     answer: oneshot::Sender<Ran>,
@@ -38,14 +40,14 @@ struct Pending {
 }
 
 impl Steps {
-    pub fn new(limits: StepLimits, most: usize) -> Steps {
-        // A member may still read the one that was answered last.
-        let batches = (0..=most).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();
+    pub fn new(limits: StepLimits, max_running: usize) -> Steps {
+        // A rank may still read the batch of the step that completed last.
+        let batches = (0..=max_running).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();
         Steps {
             limits,
-            most,
+            most: max_running,
             number: 0,
-            running: VecDeque::with_capacity(most),
+            running: VecDeque::with_capacity(max_running),
             waiting: VecDeque::new(),
             answered: Instant::now(),
             batches,
@@ -54,12 +56,12 @@ impl Steps {
         }
     }
 
-    /// How often what the devices remember was lost.
+    /// Returns the current epoch, which is the number of faults so far.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// Fails when that epoch is over, and says what ended it.
+    /// Returns the fault that ended the epoch, as an error, if it is over.
     pub fn lasts(&self, epoch: u64) -> Result<(), DeviceError> {
         match &self.fault {
             Some(fault) if epoch != self.epoch => Err(fault.clone()),
@@ -67,12 +69,13 @@ impl Steps {
         }
     }
 
-    /// Takes in a step of the epoch at hand; it waits.
-    pub fn take_in(&mut self, step: Box<Step>, answer: oneshot::Sender<Ran>) {
-        self.waiting.push_back(Pending { step, answer, sent: Instant::now() });
+    /// Adds a step of the current epoch to the waiting ones.
+    pub fn take_in(&mut self, step: Box<Step>, reply: oneshot::Sender<Ran>) {
+        self.waiting.push_back(Pending { step, answer: reply, sent: Instant::now() });
     }
 
-    /// The next step that waits, for the devices from here on; `None` when they have as many as they may.
+    /// Moves the next waiting step to those in flight, and returns its batch; `None` if no step waits or the
+    /// maximum is in flight.
     pub fn start_next(&mut self) -> Option<Arc<StepBatch>> {
         if self.running.len() >= self.most {
             return None;
@@ -86,32 +89,34 @@ impl Steps {
         Some(batch)
     }
 
-    /// The batch for all devices to read; in its place is left one that was used before. The members of a stage meet in
-    /// every step, so that none still reads an older one than the last that was answered: only a thread that hangs with one
-    /// makes another necessary. That one stays, and is used when the thread has let go of the first.
+    /// Returns the batch as shared data for all devices, and leaves a free one in its place. The ranks of a
+    /// stage synchronize in every step, so none of them still reads a batch older than that of the last
+    /// completed step. Only a hung thread that holds a batch makes an additional one necessary, which is then
+    /// kept for reuse.
     fn shared(&mut self, batch: &mut StepBatch) -> Arc<StepBatch> {
         let free = self.batches.iter_mut().position(|batch| Arc::get_mut(batch).is_some());
         let at = free.unwrap_or(self.batches.len());
         if free.is_none() {
             self.batches.push(Arc::new(StepBatch::with_capacity(&self.limits)));
         }
-        let free = Arc::get_mut(&mut self.batches[at]).expect("nobody else has it, else this is a bug");
+        let free = Arc::get_mut(&mut self.batches[at]).expect("the batch is free, as seen above");
         std::mem::swap(free, batch);
         self.batches[at].clone()
     }
 
-    /// That step is through. Its results are exchanged for an output to use again.
+    /// Completes the oldest step, which must have this number. `output` is exchanged for a buffer to reuse.
     pub fn answer(&mut self, number: u64, output: &mut StepOutput) {
-        let mut pending = self.running.pop_front().expect("who answers was asked, else this is a bug");
+        let mut pending =
+            self.running.pop_front().expect("a completed step was in flight; anything else is a bug");
         let oldest = self.number - self.running.len() as u64;
-        assert_eq!(number, oldest, "steps are answered in order, else this is a bug");
+        assert_eq!(number, oldest, "steps complete in order; anything else is a bug");
         std::mem::swap(&mut pending.step.output, output);
         self.answered = Instant::now();
         pending.answer(Ok(()));
     }
 
-    /// By that fault everything on the devices is lost, or there are none to be had: whoever waits for a step is told, and
-    /// who goes on from what there was will be.
+    /// Fails all steps with `fault`, because the devices' state is lost or they are unavailable, and begins a
+    /// new epoch.
     pub fn lose(&mut self, fault: &DeviceError) {
         self.epoch += 1;
         self.fault = Some(fault.clone());
@@ -120,13 +125,13 @@ impl Steps {
         }
     }
 
-    /// Answers nobody any more.
+    /// Drops all steps without completing them.
     pub fn forget(&mut self) {
         self.running.clear();
         self.waiting.clear();
     }
 
-    /// Number of the oldest step on the devices.
+    /// Returns the number of the oldest step in flight.
     pub fn oldest(&self) -> u64 {
         self.number + 1 - self.running.len() as u64
     }
@@ -136,14 +141,14 @@ impl Steps {
         !self.waiting.is_empty()
     }
 
-    /// When the devices should have answered, if each answer may take so long.
+    /// Returns when the oldest step in flight must complete; `None` if there is none.
     pub fn due(&self, timeout: Duration) -> Option<Instant> {
         self.running.front().map(|oldest| oldest.sent.max(self.answered) + timeout)
     }
 }
 
 impl Pending {
-    /// Whoever asked may be gone.
+    /// Sends the result; the receiver may be gone.
     fn answer(self, result: Result<(), DeviceError>) {
         let _ = self.answer.send(Ran { step: self.step, result });
     }
@@ -173,7 +178,7 @@ mod tests {
         assert!(steps.start_next().is_none() && steps.wait());
     }
 
-    /// Whether it is on the devices, waits for a place there, or is sent later by who has not heard.
+    /// Whether the step is in flight, waits, or is sent later with the old epoch.
     #[test]
     fn a_fault_ends_every_step_that_goes_on_from_what_it_took() {
         let mut steps = Steps::new(LIMITS, 1);
@@ -183,11 +188,11 @@ mod tests {
         assert!(steps.lasts(before).is_ok());
         steps.lose(&DeviceError::Fault("one".to_owned()));
         for mut answer in answers {
-            let told = answer.try_recv().expect("it is told").result.unwrap_err();
-            assert_eq!(told.to_string(), "device fault: one");
+            let fault = answer.try_recv().expect("the step failed").result.unwrap_err();
+            assert_eq!(fault.to_string(), "device fault: one");
         }
         assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: one");
-        assert!(steps.lasts(steps.epoch()).is_ok(), "who begins now loses nothing");
+        assert!(steps.lasts(steps.epoch()).is_ok(), "the new epoch is not affected");
         steps.lose(&DeviceError::Fault("two".to_owned()));
         assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: two");
     }

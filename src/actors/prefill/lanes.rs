@@ -1,60 +1,63 @@
-//! The lanes as prefill knows them, and who of those that wait begins in which.
+//! The state of the lanes as prefill knows it, and the distribution of waiting prompts among them.
 //!
-//! Invariant: what is known of a lane is what it said when it asked last, and what it was given since.
+//! Invariant: prefill knows of a lane what its last request said, updated by what it was given since.
 
 use super::{Chunk, NextChunk, Prompt};
 use crate::actors::sequence::Key;
 use std::collections::VecDeque;
 use tokio::sync::oneshot;
 
-/// A lane.
+/// The state of a lane.
 #[derive(Default)]
 pub(super) struct Lane {
-    /// Prompts that began in it and are not through, oldest first.
+    /// Prompts that started in this lane and are not complete, oldest first.
     pub(super) begun: VecDeque<Prompt>,
-    /// Sequences it has, and how many more it has slots for. A lane that has not asked yet takes nobody.
+    /// Running sequences. 0 until the lane's first request.
+    /// Free slots. A lane that has not made a request yet has none, and gets no sequences.
     pub(super) live: usize,
     pub(super) places: usize,
-    /// Tokens of prompts that its last step had room for.
+    /// Token budget for prefill in its last step.
     pub(super) budget: usize,
-    /// Steps of prompt chunks alone that it has in flight.
+    /// Steps of prefill chunks only that it has in flight.
     pub(super) ahead: usize,
-    /// Its question, while it waits for work.
+    /// Its request and reply channel, while it waits for work.
     pub(super) held: Option<(NextChunk, oneshot::Sender<Vec<Chunk>>)>,
 }
 
 impl Lane {
-    /// It asks, and waits for the answer.
-    pub(super) fn hold(&mut self, question: NextChunk, reply: oneshot::Sender<Vec<Chunk>>) {
-        (self.live, self.places) = (question.live, question.places);
-        (self.budget, self.ahead) = (question.budget, question.ahead);
-        self.held = Some((question, reply));
+    /// Stores a request that waits for its reply.
+    pub(super) fn hold(&mut self, request: NextChunk, reply: oneshot::Sender<Vec<Chunk>>) {
+        (self.live, self.places) = (request.live, request.places);
+        (self.budget, self.ahead) = (request.budget, request.ahead);
+        self.held = Some((request, reply));
     }
 
-    /// Whether it has nothing to do, and waits for work.
+    /// Whether the lane has no sequences and waits for work.
     pub(super) fn rests(&self) -> bool {
         self.live == 0 && self.held.is_some()
     }
 
-    /// Whether somebody left to it begins when it asks next: its own prompts must leave room for that.
+    /// Whether a prompt left to this lane would start at its next request: its own prompts must leave budget
+    /// for that.
     fn takes(&self) -> bool {
         let backlog: usize = self.begun.iter().map(Prompt::left).sum();
         self.places > 0 && (self.rests() || backlog < self.budget)
     }
 
-    /// It takes one more in.
+    /// Counts one more sequence in the lane.
     pub(super) fn begin(&mut self) {
         self.live += 1;
         self.places -= 1;
     }
 
-    /// It starts afresh, and asks before it takes anybody.
-    pub(super) fn forget(&mut self, but: &[Key]) {
-        self.begun.retain(|prompt| but.contains(&prompt.key));
+    /// Resets a lane that restarts. It gets no sequences before its next request. Prompts of `except` are
+    /// kept.
+    pub(super) fn forget(&mut self, except: &[Key]) {
+        self.begun.retain(|prompt| except.contains(&prompt.key));
         (self.live, self.places, self.ahead) = (0, 0, 0);
     }
 
-    /// Chunks of the prompts that began here, oldest first, within what is left of the budget.
+    /// Returns chunks of the prompts that started here, oldest first, and deducts them from the budget.
     pub(super) fn go_on(&mut self, budget: &mut usize) -> Vec<Chunk> {
         let mut chunks = Vec::new();
         while *budget > 0
@@ -69,33 +72,34 @@ impl Lane {
     }
 }
 
-/// How many of `waiting` prompts are for the lane that asks, if each goes where there are the fewest sequences: those at
-/// the head of the line, for the others ask soon. One that could not begin there in its next step is not waited for.
-pub(super) fn share(lanes: &[Lane], asking: usize, waiting: usize) -> usize {
+/// Returns how many of the `waiting` prompts, from the head of the queue, the requesting lane takes, if each
+/// prompt goes to the lane with the fewest sequences; the other lanes make their requests soon. A lane that
+/// could not start the prompt in its next step is not considered.
+pub(super) fn share(lanes: &[Lane], requesting: usize, waiting: usize) -> usize {
     let counted =
-        |(at, lane): (usize, &Lane)| (at == asking || lane.takes()).then_some((lane.live, lane.places));
-    let mut takers: Vec<_> = lanes.iter().enumerate().map(counted).collect();
+        |(at, lane): (usize, &Lane)| (at == requesting || lane.takes()).then_some((lane.live, lane.places));
+    let mut candidates: Vec<_> = lanes.iter().enumerate().map(counted).collect();
     let mut share = 0;
     for _ in 0..waiting {
-        let free = takers.iter().enumerate().filter_map(|(at, taker)| {
-            let (live, places) = (*taker)?;
-            (places > 0).then_some((live, at != asking, at))
+        let free = candidates.iter().enumerate().filter_map(|(at, candidate)| {
+            let (running, free_slots) = (*candidate)?;
+            (free_slots > 0).then_some((running, at != requesting, at))
         });
         let Some((.., at)) = free.min() else { break };
-        if let Some((live, places)) = &mut takers[at] {
-            (*live, *places) = (*live + 1, *places - 1);
+        if let Some((running, free_slots)) = &mut candidates[at] {
+            (*running, *free_slots) = (*running + 1, *free_slots - 1);
         }
-        share += usize::from(at == asking);
+        share += usize::from(at == requesting);
     }
     share
 }
 
-/// Whether the lane may have one more step of prompt chunks alone in flight: there are as many as lanes rest, and they go
-/// to the prompt that began first.
-pub(super) fn may_go_ahead(lanes: &[Lane], asking: usize) -> bool {
-    let resting = lanes.iter().filter(|lane| lane.rests()).count();
+/// Whether the lane may have one more step of prefill chunks only in flight. There are at most as many as
+/// idle lanes, and they go to the prompt that started first.
+pub(super) fn may_go_ahead(lanes: &[Lane], requesting: usize) -> bool {
+    let idle = lanes.iter().filter(|lane| lane.rests()).count();
     let ahead: usize = lanes.iter().map(|lane| lane.ahead).sum();
     let oldest = |lane: &Lane| lane.begun.front().map(|prompt| prompt.key);
     let first: Option<Key> = lanes.iter().filter_map(oldest).min();
-    ahead < resting && first.is_some() && oldest(&lanes[asking]) == first
+    ahead < idle && first.is_some() && oldest(&lanes[requesting]) == first
 }

@@ -1,9 +1,10 @@
-//! Prefill: describes the work on prompts, and obtains the pages for it.
+//! Prefill: schedules prompt chunks, and reserves the pages of sequences.
 //!
-//! Owns the admitted requests whose prompts are not through. Never issues device work: decode pulls.
-//! Who begins goes to the lane with the fewest sequences, and stays there.
-//! Invariant: first in, first out, among those that wait and among those that began in a lane. A request short of pages
-//! holds back those behind it, and so does a source that the step has no room for: it goes in one piece.
+//! Owns the admitted requests whose prompts are not complete. It issues no device work: the decode loops
+//! request chunks. A new sequence goes to the lane with the fewest sequences, and stays there.
+//! Invariant: first in, first out, among waiting prompts and among the prompts that started in a lane. A
+//! request that waits for pages holds back those behind it, and so does an encoder input that exceeds the
+//! step's budget: it is computed in one step.
 
 mod lanes;
 
@@ -21,48 +22,49 @@ use std::collections::VecDeque;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-/// Asks for the prompt chunks of a lane's next step.
+/// Requests the prefill chunks of a lane's next step.
 #[derive(Message)]
 #[rtype(result = "Vec<Chunk>")]
 pub struct NextChunk {
     pub lane: usize,
-    /// Tokens of all chunks together, sources included, at most; a source that is longer goes alone, with the
-    /// first token after it.
+    /// Maximum tokens of all chunks, encoder inputs included. A longer encoder input is scheduled alone, with
+    /// the first prompt token after it.
     pub budget: usize,
-    /// Sequences in the lane. With none, the answer is held until there is work.
+    /// Running sequences of the lane. With none, the reply is held back until there is work.
     pub live: usize,
-    /// Sequences that the lane has slots for beside them.
+    /// Free slots of the lane.
     pub places: usize,
-    /// Steps that the lane has in flight by [`Ahead`].
+    /// Steps of [`ChunksAhead`] that the lane has in flight.
     pub ahead: usize,
 }
 
-/// Asks for the chunks of one more step of a lane, beside its turn's, for a lane that rests leaves room for it on the
-/// devices. Answered at once, with chunks of prompts that began in this lane, or none.
+/// Requests the chunks of one more step of a lane, beside its iteration's step, because an idle lane leaves
+/// the devices underused. The reply comes at once, with chunks of prompts that started in this lane, or none.
 #[derive(Message)]
 #[rtype(result = "Vec<Chunk>")]
 pub struct Ahead {
     pub lane: usize,
-    /// As in [`NextChunk`].
+    /// Maximum tokens, as in [`NextChunks`].
     pub budget: usize,
-    /// Such steps that the lane has in flight.
+    /// Number of such steps that the lane has in flight.
     pub ahead: usize,
 }
 
-/// A run of a prompt's tokens to be computed in the next step.
+/// A contiguous part of a prompt, to be computed in the next step.
 pub struct Chunk {
     pub key: Key,
-    /// The sequence itself comes with its first chunk, and its source, if it has one, is part of that.
+    /// The sequence itself, with its first chunk only. Its encoder input, if it has one, is part of that
+    /// chunk.
     pub sequence: Option<Box<Sequence>>,
-    /// Position of the first token.
+    /// Position of the chunk's first token.
     pub start: usize,
-    /// 0 where the source is all there is.
+    /// Number of tokens; 0 if the sequence has an encoder input only.
     pub len: usize,
-    /// The prompt ends with this chunk.
+    /// Whether the prompt ends with this chunk.
     pub last: bool,
 }
 
-/// A lane starts afresh: chunks of sequences that had begun in it will not follow, but of these.
+/// Drops the started prompts of a lane that restarts, except those of the sequences in `except`.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct ForgetBegun {
@@ -70,33 +72,35 @@ pub struct ForgetBegun {
     pub but: Vec<Key>,
 }
 
-/// Answers the questions at hand, once whoever is ready in the same moment is in the line too: with nothing live, what
-/// comes together starts together.
+/// Replies to the pending requests, after all prompts that became ready at the same time are queued: with no
+/// running sequences, requests that arrive together start together.
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Answer;
 
-/// A prompt with its pages, and how far it has come.
+/// A prompt with its pages, and its progress.
 struct Prompt {
     key: Key,
-    /// Until the first chunk goes out.
+    /// The sequence, until the first chunk is scheduled.
     sequence: Option<Box<Sequence>>,
-    /// Tokens of the source that are still to be computed.
+    /// Tokens of the encoder input, until they are scheduled.
     source: usize,
-    /// Tokens of the prompt, and how many of them are done.
+    /// Tokens of the prompt.
+    /// Tokens of the prompt that are scheduled.
     len: usize,
     done: usize,
     events: EventSender,
     ready: Instant,
 }
 
-/// The actor.
+/// The prefill actor.
 pub struct Prefill {
     kv: Recipient<Reserve>,
     returned: Recipient<Returned>,
-    /// Those that have not begun, in the order of arrival.
+    /// Prompts that have not started, in the order of arrival.
     line: VecDeque<Prompt>,
-    /// Under [`Policy::Window`], how many of them are of the batch at hand. Else none are.
+    /// Under [`Policy::Window`], how many of the waiting prompts belong to the current batch; 0 under other
+    /// policies.
     batch: usize,
     lanes: Vec<Lane>,
     policy: Policy,
@@ -145,7 +149,7 @@ impl Handler<NextChunk> for Prefill {
         let lane = msg.lane;
         self.lanes[lane].hold(msg, tx);
         match self.lanes[lane].rests() {
-            // It may be the last of them, for which a window waited.
+            // This may be the last lane that an open window waited for.
             true => self.answer_all(ctx),
             false => self.answer(lane, ctx),
         }
@@ -156,9 +160,13 @@ impl Handler<NextChunk> for Prefill {
 impl Handler<Ahead> for Prefill {
     type Result = MessageResult<Ahead>;
 
-    fn handle(&mut self, Ahead { lane, mut budget, ahead }: Ahead, _: &mut Self::Context) -> Self::Result {
+    fn handle(
+        &mut self,
+        Ahead { lane, mut budget, ahead: steps_ahead }: Ahead,
+        _: &mut Self::Context,
+    ) -> Self::Result {
         self.drop_gone();
-        self.lanes[lane].ahead = ahead;
+        self.lanes[lane].ahead = steps_ahead;
         if !lanes::may_go_ahead(&self.lanes, lane) {
             return MessageResult(Vec::new());
         }
@@ -170,23 +178,23 @@ impl Handler<Ahead> for Prefill {
 impl Handler<ForgetBegun> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, ForgetBegun { lane, but }: ForgetBegun, _: &mut Self::Context) {
-        self.lanes[lane].forget(&but);
+    fn handle(&mut self, ForgetBegun { lane, but: except }: ForgetBegun, _: &mut Self::Context) {
+        self.lanes[lane].forget(&except);
     }
 }
 
 impl Prefill {
-    /// A prefill with nothing to do, for so many lanes with so many slots together.
+    /// Creates a prefill without prompts, for `lanes` lanes with `slots` slots in total.
     pub fn new(
-        kv: Recipient<Reserve>,
-        returned: Recipient<Returned>,
+        kv_reserve: Recipient<Reserve>,
+        kv_returned: Recipient<Returned>,
         policy: Policy,
         slots: usize,
         lanes: usize,
     ) -> Prefill {
         Prefill {
-            kv,
-            returned,
+            kv: kv_reserve,
+            returned: kv_returned,
             line: VecDeque::new(),
             batch: 0,
             lanes: (0..lanes).map(|_| Lane::default()).collect(),
@@ -196,7 +204,7 @@ impl Prefill {
         }
     }
 
-    /// Puts a sequence behind those that arrived before it.
+    /// Queues a sequence behind those that arrived before it.
     fn enqueue(&mut self, sequence: Box<Sequence>) {
         let key = sequence.key;
         let prompt = Prompt {
@@ -212,30 +220,30 @@ impl Prefill {
         self.line.insert(place.max(self.batch), prompt);
     }
 
-    /// Answers whichever lanes wait for work.
+    /// Replies to every lane that waits for work.
     fn answer_all(&mut self, ctx: &mut Context<Prefill>) {
         for lane in 0..self.lanes.len() {
             self.answer(lane, ctx);
         }
     }
 
-    /// Answers the lane's question, unless nothing lives there and nothing is to be done.
+    /// Replies to the lane's request, unless the lane has no sequences and there is no work.
     fn answer(&mut self, lane: usize, ctx: &mut Context<Prefill>) {
-        let Some((question, _)) = &self.lanes[lane].held else { return };
-        let (budget, live) = (question.budget, question.live);
+        let Some((request, _)) = &self.lanes[lane].held else { return };
+        let (budget, running) = (request.budget, request.live);
         self.drop_gone();
         self.release(ctx);
         let chunks = self.chunks(lane, budget);
-        if (live > 0 || !chunks.is_empty())
+        if (running > 0 || !chunks.is_empty())
             && let Some((_, reply)) = self.lanes[lane].held.take()
         {
-            // Decode waits for it; if it is gone, the sequences go home with the answer.
+            // The decode loop waits for the reply. If it is gone, dropping the reply releases the sequences.
             let _ = reply.send(chunks);
         }
     }
 
-    /// Chunks for a lane within the budget: of prompts that began there, then of the lane's share of those that wait,
-    /// oldest first.
+    /// Schedules chunks for a lane within the budget: of prompts that started there, then of the lane's share
+    /// of the waiting ones, oldest first.
     fn chunks(&mut self, lane: usize, mut budget: usize) -> Vec<Chunk> {
         let mut chunks = self.lanes[lane].go_on(&mut budget);
         let mut share = lanes::share(&self.lanes, lane, self.released());
@@ -244,7 +252,7 @@ impl Prefill {
             if prompt.least() > budget && !chunks.is_empty() {
                 break;
             }
-            let mut prompt = self.line.pop_front().expect("it was looked at above, else this is a bug");
+            let mut prompt = self.line.pop_front().expect("the queue is not empty, as seen above");
             chunks.push(prompt.advance(&mut budget));
             self.batch = self.batch.saturating_sub(1);
             share -= 1;
@@ -257,7 +265,7 @@ impl Prefill {
         chunks
     }
 
-    /// How many of those that wait may begin, from the first on.
+    /// Returns how many of the waiting prompts may start, from the first on.
     fn released(&self) -> usize {
         match self.policy {
             Policy::Window { .. } => self.batch,
@@ -265,8 +273,8 @@ impl Prefill {
         }
     }
 
-    /// Under [`Policy::Window`], decides when a batch begins: when the one before is through in all lanes, and the window
-    /// since the oldest arrival is over or no more fit.
+    /// Under [`Policy::Window`], decides whether a batch starts: when all lanes are idle, and the window
+    /// since the oldest arrival is over or as many prompts wait as there are slots.
     fn release(&mut self, ctx: &mut Context<Prefill>) {
         let Policy::Window { window } = self.policy else { return };
         let Some(oldest) = self.line.front() else { return };
@@ -284,7 +292,7 @@ impl Prefill {
         }
     }
 
-    /// Whoever hung up is not computed any further.
+    /// Drops the prompts of disconnected clients.
     fn drop_gone(&mut self) {
         let gone = |prompt: &Prompt| prompt.events.is_closed();
         let before = self.prompts();
@@ -296,29 +304,30 @@ impl Prefill {
         }
     }
 
-    /// Prompts that are not through.
+    /// Returns the number of prompts that are not complete.
     fn prompts(&self) -> usize {
         self.line.len() + self.lanes.iter().map(|lane| lane.begun.len()).sum::<usize>()
     }
 }
 
 impl Prompt {
-    /// Tokens that are still to be computed, its source's too.
+    /// Returns the number of tokens to compute, of the encoder input and of the prompt.
     fn left(&self) -> usize {
         self.source + self.len - self.done
     }
 
-    /// Tokens of the smallest chunk that could come next: whatever is left of the source, and one more.
+    /// Returns the size of the smallest possible next chunk: the rest of the encoder input, and one token.
     fn least(&self) -> usize {
         self.source + (self.len - self.done).min(1)
     }
 
-    /// The next chunk, and what is left of the budget after it.
+    /// Returns the next chunk, and deducts its tokens from the budget.
     fn advance(&mut self, budget: &mut usize) -> Chunk {
-        let (source, start, left) = (std::mem::take(&mut self.source), self.done, self.len - self.done);
-        let len = left.min(budget.saturating_sub(source).max(1));
+        let encoder_tokens = std::mem::take(&mut self.source);
+        let (start, left) = (self.done, self.len - self.done);
+        let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
         self.done += len;
-        *budget = budget.saturating_sub(source + len);
+        *budget = budget.saturating_sub(encoder_tokens + len);
         Chunk { key: self.key, sequence: self.sequence.take(), start, len, last: len == left }
     }
 }

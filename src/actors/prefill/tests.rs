@@ -1,6 +1,6 @@
-//! Prefill alone, with the test in the place of its neighbours.
+//! Tests of prefill alone, with the test in place of the other actors.
 //!
-//! Invariant: no question is held while a test lets prompts come, unless the test says so.
+//! Invariant: no request is held while a test adds prompts, unless the test says so.
 
 use super::*;
 use crate::actors::intake::Released;
@@ -16,13 +16,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 const HOUR: Duration = Duration::from_secs(3600);
 const POSITIONS: usize = 32;
-/// More than all prompts of a test have.
+/// More tokens than all prompts of a test have.
 const PLENTY: usize = 1000;
 
-/// A wish for pages, and the way to grant it.
+/// A reservation of pages, and the channel to grant it.
 type Wish = (Reserve, oneshot::Sender<Option<Lease>>);
 
-/// A kv that leaves every answer to the test.
+/// A KV manager that leaves every reply to the test.
 struct FakeKv(UnboundedSender<Wish>);
 
 impl Actor for FakeKv {
@@ -32,14 +32,14 @@ impl Actor for FakeKv {
 impl Handler<Reserve> for FakeKv {
     type Result = ResponseFuture<Option<Lease>>;
 
-    fn handle(&mut self, wish: Reserve, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, request: Reserve, _: &mut Self::Context) -> Self::Result {
         let (reply, answer) = oneshot::channel();
-        let _ = self.0.send((wish, reply));
+        let _ = self.0.send((request, reply));
         Box::pin(async { answer.await.unwrap_or_default() })
     }
 }
 
-/// Asks how many prompts there are, how many of them are released, and whether a question is held.
+/// Queries the number of prompts, the number of released ones, and whether a request is held.
 #[derive(Message)]
 #[rtype(result = "(usize, usize, bool)")]
 struct Peek;
@@ -54,7 +54,7 @@ impl Handler<Peek> for Prefill {
     }
 }
 
-/// A prefill with the test in the place of all its neighbours.
+/// A prefill with the test in place of all other actors.
 struct Rig {
     prefill: Addr<Prefill>,
     wishes: UnboundedReceiver<Wish>,
@@ -71,17 +71,17 @@ impl Rig {
     }
 
     fn of_lanes(policy: Policy, slots: usize, lanes: usize) -> Rig {
-        let (wishes_tx, wishes) = unbounded_channel();
+        let (reservations_tx, reservations) = unbounded_channel();
         let (returned_to, returned) = ear();
-        let (home, permits) = ear();
-        let kv = FakeKv(wishes_tx).start().recipient();
+        let (permit_recipient, permits) = ear();
+        let kv = FakeKv(reservations_tx).start().recipient();
         let prefill = Prefill::new(kv, returned_to, policy, slots, lanes).start();
         let pool = PagePool::new(10_000, POSITIONS);
         let slots = divided(slots, lanes).map(|slots| slots.len()).collect();
-        Rig { prefill, wishes, returned, home, permits, pool, slots }
+        Rig { prefill, wishes: reservations, returned, home: permit_recipient, permits, pool, slots }
     }
 
-    /// Admits a request for an answer of four tokens, without granting its pages.
+    /// Admits a request for four tokens, without granting its pages.
     async fn admit(&mut self, key: u64, len: usize) -> (Wish, TokenStream) {
         self.admit_request(key, request(len, 4)).await
     }
@@ -93,33 +93,36 @@ impl Rig {
         };
         let (sequence, stream) = sequence(key, request, self.home.clone());
         self.prefill.do_send(Admit(sequence));
-        let wish = next(&mut self.wishes).await;
-        let asked = (wish.0.positions, wish.0.source);
-        assert_eq!(asked, wanted, "pages are asked for prompt and answer, and for a source that stays");
-        (wish, stream)
+        let wanted_pages = next(&mut self.wishes).await;
+        let reserved = (wanted_pages.0.positions, wanted_pages.0.source);
+        assert_eq!(
+            reserved, wanted,
+            "pages are reserved for prompt and generated tokens, and for a cached encoder input"
+        );
+        (wanted_pages, stream)
     }
 
-    fn grant(&mut self, (wish, reply): Wish) {
-        let lease = self.pool.reserve_with_source(wish.positions, wish.source);
+    fn grant(&mut self, (request, reply): Wish) {
+        let lease = self.pool.reserve_with_source(request.positions, request.source);
         assert!(reply.send(lease).is_ok(), "prefill waits for its pages");
     }
 
-    /// Admits a request, grants its pages, and waits until prefill keeps it. No question may be held:
-    /// its answer could take the prompt away at once.
+    /// Admits a request, grants its pages, and waits until prefill has queued it. No request for chunks may
+    /// be held: its reply could take the prompt at once.
     async fn prompt(&mut self, key: u64, len: usize) -> TokenStream {
         self.prompt_of(key, request(len, 4)).await
     }
 
     async fn prompt_of(&mut self, key: u64, request: Request) -> TokenStream {
-        let (wish, stream) = self.admit_request(key, request).await;
+        let (pages, stream) = self.admit_request(key, request).await;
         let before = self.peek().await.0;
-        self.grant(wish);
+        self.grant(pages);
         self.until(|(prompts, ..)| prompts > before).await;
         stream
     }
 
     async fn peek(&self) -> (usize, usize, bool) {
-        within(self.prefill.send(Peek)).await.expect("prefill answers")
+        within(self.prefill.send(Peek)).await.expect("prefill replies")
     }
 
     async fn until(&self, wanted: impl Fn((usize, usize, bool)) -> bool) {
@@ -131,7 +134,7 @@ impl Rig {
         .await;
     }
 
-    /// Asks for chunks, now; the answer can be awaited later.
+    /// Requests chunks; returns the future reply.
     fn ask(&self, budget: usize, live: usize) -> impl Future<Output = Vec<Chunk>> + use<> {
         self.ask_in(0, budget, live)
     }
@@ -139,7 +142,7 @@ impl Rig {
     fn ask_in(&self, lane: usize, budget: usize, live: usize) -> impl Future<Output = Vec<Chunk>> + use<> {
         let places = self.slots[lane].saturating_sub(live);
         let answer = self.prefill.send(NextChunk { lane, budget, live, places, ahead: 0 });
-        async { within(answer).await.expect("prefill answers") }
+        async { within(answer).await.expect("prefill replies") }
     }
 
     async fn chunks(&self, budget: usize, live: usize) -> Vec<Plain> {
@@ -150,24 +153,24 @@ impl Rig {
         plain(&self.ask_in(lane, budget, live).await)
     }
 
-    /// Asks for the chunks of a step beside the turn's, with so many of them in flight.
+    /// Requests the chunks of a step beside the iteration's, with `ahead` of them in flight.
     async fn ahead(&self, lane: usize, budget: usize, ahead: usize) -> Vec<Plain> {
         let answer = self.prefill.send(Ahead { lane, budget, ahead });
-        plain(&within(answer).await.expect("prefill answers"))
+        plain(&within(answer).await.expect("prefill replies"))
     }
 }
 
-/// A prompt for a decoder behind a source.
+/// A request to an encoder-decoder model.
 fn translate(source: usize, len: usize) -> Request {
     Request { source: vec![5; source].into(), ..request(len, 4) }
 }
 
-/// A text for a lone encoder.
+/// A request to an encoder-only model.
 fn embed(source: usize) -> Request {
     Request { task: Task::Embed(Pooling::Mean), max_tokens: 0, ..translate(source, 0) }
 }
 
-/// A chunk's (key, start, length, last).
+/// A chunk as (key, start, length, last).
 type Plain = (u64, usize, usize, bool);
 
 fn plain(chunks: &[Chunk]) -> Vec<Plain> {
@@ -197,11 +200,15 @@ async fn sources_go_whole_and_share_the_budget_with_what_follows_them() {
     for (key, source, len) in [(1, 10, 2), (2, 5, 1), (3, 30, 3), (4, 2, 9), (5, 19, 4), (6, 20, 1)] {
         clients.push(rig.prompt_of(key, translate(source, len)).await);
     }
-    assert_eq!(rig.chunks(20, 0).await, [(1, 0, 2, true), (2, 0, 1, true)], "the third does not fit");
-    assert_eq!(rig.chunks(20, 2).await, [(3, 0, 1, false)], "one that never fits goes alone");
+    assert_eq!(rig.chunks(20, 0).await, [(1, 0, 2, true), (2, 0, 1, true)], "the third input does not fit");
+    assert_eq!(rig.chunks(20, 2).await, [(3, 0, 1, false)], "an input that never fits is scheduled alone");
     assert_eq!(rig.chunks(12, 3).await, [(3, 1, 2, true), (4, 0, 8, false)]);
-    assert_eq!(rig.chunks(20, 4).await, [(4, 8, 1, true)], "a source has no room without a token after it");
-    assert_eq!(rig.chunks(20, 4).await, [(5, 0, 1, false)], "it fits to the last token");
+    assert_eq!(
+        rig.chunks(20, 4).await,
+        [(4, 8, 1, true)],
+        "an encoder input needs budget for a token after it"
+    );
+    assert_eq!(rig.chunks(20, 4).await, [(5, 0, 1, false)], "it fits exactly");
     assert_eq!(rig.chunks(23, 5).await, [(5, 1, 3, true)]);
     assert_eq!(rig.chunks(PLENTY, 5).await, [(6, 0, 1, true)]);
     assert_eq!(rig.peek().await.0, 0);
@@ -221,19 +228,20 @@ async fn texts_for_a_lone_encoder_are_their_sources_and_share_a_step() {
     assert_eq!(rig.chunks(16, 0).await, [(5, 0, 0, true)]);
 }
 
-/// With nothing live a question waits for work, and the first of those who come together must not go alone.
+/// Without running sequences a request is held until there is work, and prompts that arrive together must
+/// start together.
 #[actix::test]
 async fn who_is_ready_in_the_same_moment_starts_together() {
     let mut rig = Rig::new(Policy::Fused, 4);
     let answer = rig.ask(PLENTY, 0);
-    let mut wishes = Vec::new();
+    let mut reservations = Vec::new();
     let mut clients = Vec::new();
     for key in 1..4 {
-        let (wish, client) = rig.admit_request(key, embed(5)).await;
-        wishes.push(wish);
+        let (pages, client) = rig.admit_request(key, embed(5)).await;
+        reservations.push(pages);
         clients.push(client);
     }
-    wishes.into_iter().for_each(|wish| rig.grant(wish));
+    reservations.into_iter().for_each(|pages| rig.grant(pages));
     assert_eq!(plain(&answer.await), [(1, 0, 0, true), (2, 0, 0, true), (3, 0, 0, true)]);
 }
 
@@ -252,9 +260,9 @@ async fn a_question_is_held_until_there_is_work_unless_somebody_lives() {
     let mut rig = Rig::new(Policy::Fused, 4);
     assert_eq!(rig.chunks(PLENTY, 1).await, []);
     let answer = rig.ask(PLENTY, 0);
-    let (wish, _client) = rig.admit(1, 5).await;
+    let (pages, _client) = rig.admit(1, 5).await;
     assert_eq!(rig.peek().await, (0, 0, true), "a prompt without pages is no work");
-    rig.grant(wish);
+    rig.grant(pages);
     assert_eq!(plain(&answer.await), [(1, 0, 5, true)]);
 }
 
@@ -277,7 +285,7 @@ async fn who_hung_up_is_dropped_and_kv_hears_of_its_pages() {
     assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true), (3, 0, 10, true)]);
     next(&mut rig.returned).await;
     next(&mut rig.permits).await;
-    // A prompt that has begun as well: its sequence is decode's, its rest is void.
+    // Likewise for a prompt that has started: decode has its sequence, and its remaining chunks are dropped.
     let begun = rig.prompt(4, 10).await;
     let _last = rig.prompt(5, 3).await;
     assert_eq!(rig.chunks(4, 2).await, [(4, 0, 4, false)]);
@@ -318,7 +326,7 @@ async fn a_window_gathers_until_every_slot_has_its_prompt() {
     clients.push(client);
     rig.grant(third);
     assert_eq!(plain(&answer.await), [(1, 0, 10, true), (2, 0, 2, false)]);
-    // Nobody joins, be it that a released prompt is on its way or that a sequence lives.
+    // No prompt joins while a released prompt is pending or a sequence runs.
     for key in 4..7 {
         clients.push(rig.prompt(key, 5).await);
     }
@@ -354,10 +362,10 @@ async fn a_window_ends_by_the_clock_but_not_while_somebody_lives() {
     assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true)]);
 }
 
-/// An answer that is still to come.
+/// A reply that is still to come.
 type Coming = Pin<Box<dyn Future<Output = Vec<Chunk>>>>;
 
-/// Questions of lanes that rest.
+/// Requests of idle lanes.
 async fn resting(rig: &Rig, lanes: impl IntoIterator<Item = usize>) -> Vec<Coming> {
     let ask = |lane| Box::pin(rig.ask_in(lane, PLENTY, 0)) as Coming;
     let answers = lanes.into_iter().map(ask).collect();
@@ -365,7 +373,7 @@ async fn resting(rig: &Rig, lanes: impl IntoIterator<Item = usize>) -> Vec<Comin
     answers
 }
 
-/// Each lane has a sequence of its own and asks, so that from here on it is known.
+/// Makes a request for each lane, with one running sequence of its own, so that prefill knows all lanes.
 async fn all_working(rig: &Rig) {
     for lane in 0..rig.slots.len() {
         assert_eq!(rig.chunks_in(lane, 16, 1).await, []);
@@ -376,13 +384,13 @@ async fn all_working(rig: &Rig) {
 async fn who_comes_together_is_spread_over_the_lanes_that_rest() {
     let mut rig = Rig::of_lanes(Policy::Fused, 9, 3);
     let answers = resting(&rig, 0..3).await;
-    let (mut wishes, mut clients) = (Vec::new(), Vec::new());
+    let (mut reservations, mut clients) = (Vec::new(), Vec::new());
     for key in 1..6 {
-        let (wish, client) = rig.admit(key, 5).await;
-        wishes.push(wish);
+        let (pages, client) = rig.admit(key, 5).await;
+        reservations.push(pages);
         clients.push(client);
     }
-    wishes.into_iter().for_each(|wish| rig.grant(wish));
+    reservations.into_iter().for_each(|pages| rig.grant(pages));
     let begun = futures_util::future::join_all(answers).await;
     let keys: Vec<Vec<u64>> =
         begun.iter().map(|chunks| plain(chunks).iter().map(|c| c.0).collect()).collect();
@@ -408,15 +416,19 @@ async fn nobody_waits_for_a_lane_that_could_not_take_them_next() {
     let mut rig = Rig::of_lanes(Policy::Fused, 8, 2);
     all_working(&rig).await;
     let _long = rig.prompt(1, 900).await;
-    assert_eq!(rig.chunks_in(0, 100, 1).await, [(1, 0, 100, false)], "who asks goes first among equals");
+    assert_eq!(
+        rig.chunks_in(0, 100, 1).await,
+        [(1, 0, 100, false)],
+        "the requesting lane goes first among equals"
+    );
     let mut clients = Vec::new();
     for key in 2..5 {
         clients.push(rig.prompt(key, 5).await);
     }
     let all: Vec<Plain> = (2..5).map(|key| (key, 0, 5, true)).collect();
-    assert_eq!(rig.chunks_in(1, 100, 1).await, all, "the first lane has its own prompt to read");
+    assert_eq!(rig.chunks_in(1, 100, 1).await, all, "the first lane is busy with its own prompt");
     let _last = rig.prompt(5, 5).await;
-    assert_eq!(rig.chunks_in(1, 100, 4).await, [], "it is full");
+    assert_eq!(rig.chunks_in(1, 100, 4).await, [], "the lane is full");
     assert_eq!(rig.chunks_in(0, 100, 2).await, [(1, 100, 100, false)]);
     assert_eq!(rig.chunks_in(0, 701, 2).await, [(1, 200, 700, true), (5, 0, 1, false)]);
     assert_eq!(rig.chunks_in(1, 100, 1).await, [], "a prompt stays in its lane");
@@ -452,8 +464,8 @@ async fn a_window_ends_when_all_lanes_rest_and_its_batch_goes_to_all() {
     for key in 5..9 {
         clients.push(rig.prompt(key, 5).await);
     }
-    let first = resting(&rig, [0]).await.pop().expect("there is one");
-    assert_eq!(rig.peek().await, (4, 0, true), "the other lane still has its part of the batch before");
+    let first = resting(&rig, [0]).await.pop().expect("there is one reply");
+    assert_eq!(rig.peek().await, (4, 0, true), "the other lane still runs its part of the previous batch");
     assert_eq!(rig.chunks_in(1, PLENTY, 0).await, of([7, 8]));
     assert_eq!(plain(&first.await), of([5, 6]));
 }
@@ -467,25 +479,26 @@ async fn the_oldest_prompt_goes_ahead_as_far_as_lanes_rest() {
     let _clients = [rig.prompt(1, 100).await, rig.prompt(2, 100).await];
     assert_eq!(rig.chunks_in(0, 10, 1).await, [(1, 0, 10, false)]);
     assert_eq!(rig.chunks_in(1, 10, 1).await, [(2, 0, 10, false)]);
-    assert_eq!(rig.ahead(0, 10, 0).await, [], "no lane rests");
+    assert_eq!(rig.ahead(0, 10, 0).await, [], "no lane is idle");
     let mut answers = resting(&rig, [2, 3]).await;
     assert_eq!(rig.ahead(0, 10, 0).await, [(1, 10, 10, false)]);
-    assert_eq!(rig.ahead(1, 10, 0).await, [], "the other began first");
+    assert_eq!(rig.ahead(1, 10, 0).await, [], "the other prompt started first");
     assert_eq!(rig.ahead(0, 10, 1).await, [(1, 20, 10, false)]);
-    assert_eq!(rig.ahead(0, 10, 2).await, [], "two lanes rest");
-    assert_eq!(rig.ahead(0, 100, 1).await, [(1, 30, 70, true)], "one has landed");
-    assert_eq!(rig.ahead(1, 10, 0).await, [], "they are still on their way");
+    assert_eq!(rig.ahead(0, 10, 2).await, [], "two lanes are idle");
+    assert_eq!(rig.ahead(0, 100, 1).await, [(1, 30, 70, true)], "one step has completed");
+    assert_eq!(rig.ahead(1, 10, 0).await, [], "the steps are still in flight");
     assert_eq!(rig.chunks_in(0, 10, 1).await, []);
     assert_eq!(rig.ahead(1, 10, 0).await, [(2, 10, 10, false)]);
-    // A lane that begins to work takes its part of the devices back.
-    let (wish, _client) = rig.admit(3, 5).await;
-    rig.grant(wish);
+    // A lane that starts to work takes back its share of the devices.
+    let (pages, _client) = rig.admit(3, 5).await;
+    rig.grant(pages);
     assert_eq!(plain(&answers.remove(0).await), [(3, 0, 5, true)]);
     assert_eq!(rig.ahead(1, 10, 1).await, []);
     assert_eq!(rig.ahead(1, 10, 0).await, [(2, 20, 10, false)]);
 }
 
-/// Random prompts that come together, random order of asking: nobody leaves, so it shows how they were spread.
+/// Random prompts that arrive together, requested in random order. No sequence leaves, so the counts show how
+/// they were distributed.
 #[actix::test]
 async fn those_who_come_together_are_spread_evenly_whoever_asks_first() {
     for round in 0..40u32 {
@@ -513,8 +526,8 @@ async fn those_who_come_together_are_spread_evenly_whoever_asks_first() {
     }
 }
 
-/// Prompts of all lengths come, and sequences go, at random. Whoever is first in line begins before the lanes have asked
-/// as often as their own prompts may take, if there was a slot at all.
+/// Prompts of random lengths arrive and sequences leave at random. The first waiting prompt must start before
+/// the lanes have made as many requests as their own prompts may take, if there was a free slot at all.
 #[actix::test]
 async fn nobody_starves() {
     const SLOTS: usize = 3;
@@ -523,7 +536,7 @@ async fn nobody_starves() {
         let lanes = 1 + dice(0, 4);
         let mut rig = Rig::of_lanes(Policy::Fused, SLOTS * lanes, lanes);
         all_working(&rig).await;
-        // Who lives where, and whose prompt is through. The first of each lane never leaves.
+        // (key, prompt complete) of the sequences in each lane. The first of each lane never leaves.
         let mut live: Vec<Vec<(u64, bool)>> =
             (0..lanes).map(|lane| vec![(1000 + lane as u64, true)]).collect();
         let (mut next, mut begun, mut waited, mut clients) = (0, 0, 0, Vec::new());
@@ -543,12 +556,13 @@ async fn nobody_starves() {
                     (begun, waited) = (begun + 1, 0);
                     live[lane].push((key, false));
                 }
-                let own = live[lane].iter_mut().find(|own| own.0 == key).expect("it stays in its lane");
+                let own =
+                    live[lane].iter_mut().find(|own| own.0 == key).expect("a sequence stays in its lane");
                 own.1 = last;
             }
             assert!(live[lane].len() <= SLOTS);
             waited = if begun < next && free { waited + 1 } else { 0 };
-            assert!(waited <= 10 * lanes, "round {round}: {begun} waits in vain since {waited} askings");
+            assert!(waited <= 10 * lanes, "round {round}: {begun} still waits after {waited} requests");
         }
         assert!(begun > 10, "round {round}: {begun}");
     }

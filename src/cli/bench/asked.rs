@@ -1,6 +1,7 @@
-//! Which tests are asked for, whether they fit the model, and how large an engine they need.
+//! Selection of the tests, and the sizes of the engine that they need.
 //!
-//! Invariant: a test that is run is never refused: its slots, rows, positions and pages are there.
+//! Invariant: the engine has slots, rows, positions and pages for every selected test, so that none is
+//! rejected.
 
 use super::report::What;
 use super::usage;
@@ -11,26 +12,26 @@ use std::fmt;
 
 const PREFILL: [u32; 3] = [128, 512, 2048];
 const DEPTHS: [u32; 3] = [0, 512, 2048];
-/// Tokens of prompts that are only there to have something decoded.
+/// Maximum prompt tokens of warm-up runs whose prompt is not measured.
 const WARM_UP: usize = 8;
 
-/// The tests of a model.
+/// Options that select the tests of a model.
 #[derive(Args)]
 pub struct Asked {
-    /// Lengths of the prompts to read; 128,512,2048 unless given.
+    /// Prompt lengths for prefill tests; by default 128,512,2048.
     #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = positive())]
     prefill: Option<Vec<u32>>,
-    /// Positions in the cache before decoding begins; 0,512,2048 unless given.
+    /// Cached tokens at the start of decode tests; by default 0,512,2048.
     #[arg(long, value_name = "POSITIONS", value_delimiter = ',')]
     depth: Option<Vec<u32>>,
-    /// Tokens to decode, in each sequence.
+    /// Tokens to decode per sequence.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = positive())]
     decode: u32,
-    /// Sequences to decode at once.
+    /// Numbers of sequences for fused decode tests.
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,2,4,8,16,32",
           value_parser = clap::value_parser!(u32).range(1..=4096))]
     sequences: Vec<u32>,
-    /// Positions that each of them has in the cache before.
+    /// Cached tokens per sequence at the start of fused decode tests.
     #[arg(long, value_name = "POSITIONS", default_value_t = 8, value_parser = positive())]
     fused_depth: u32,
 }
@@ -39,16 +40,16 @@ fn positive() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..)
 }
 
-/// A test: sequences that begin together, alike in length.
+/// A test: sequences of equal length that are submitted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Test {
     pub what: What,
     pub sequences: usize,
-    /// Tokens of each prompt; at least one.
+    /// Prompt tokens per sequence; at least one.
     pub prompt: usize,
-    /// Tokens of each sequence that are measured: the prompt's, or those after the first one of the answer.
+    /// Measured tokens per sequence: those of the prompt, or the generated ones after the first.
     pub tokens: usize,
-    /// Tokens to ask for.
+    /// Tokens to generate per sequence.
     pub max_tokens: usize,
 }
 
@@ -57,7 +58,8 @@ impl Test {
         Test { what: What::Prefill, sequences: 1, prompt: tokens, tokens, max_tokens: 1 }
     }
 
-    /// The prompt fills the cache, and its step makes the first token; those after it are measured.
+    /// Creates a decode test of one sequence. The prompt of `depth` tokens fills the cache, and its step
+    /// generates the first token; the `tokens` after it are measured.
     pub fn decode(depth: usize, tokens: usize) -> Test {
         Test {
             what: What::Decode { depth },
@@ -68,15 +70,15 @@ impl Test {
         }
     }
 
-    /// Some begin a few steps before others; so that all are there while the last one is measured, each makes
-    /// so many tokens more. `budget`: tokens of a step.
+    /// Creates a fused decode test. Some sequences begin a few steps before others; each generates as many
+    /// more tokens, so that all are running while the last one is measured. `budget` is the tokens per step.
     fn fused((sequences, depth): (usize, usize), tokens: usize, budget: usize) -> Test {
         let begin = 1 + (sequences * depth).div_ceil(budget - sequences);
         let max_tokens = tokens + 1 + if sequences > 1 { begin } else { 0 };
         Test { what: What::Fused { depth }, sequences, prompt: depth, tokens, max_tokens }
     }
 
-    /// What warms up for it: where tokens are decoded, the prompts before them need not be long.
+    /// Returns the warm-up run of this test, with a short prompt unless the prompt is measured.
     pub fn warm_up(&self) -> Test {
         match self.what {
             What::Prefill => *self,
@@ -84,12 +86,12 @@ impl Test {
         }
     }
 
-    /// Positions of one sequence.
+    /// Positions per sequence.
     pub fn positions(&self) -> usize {
         self.prompt + self.max_tokens
     }
 
-    /// Pages of all its sequences.
+    /// KV pages of all sequences.
     pub fn pages(&self, page_positions: usize) -> usize {
         self.sequences * self.positions().div_ceil(page_positions)
     }
@@ -107,17 +109,18 @@ impl fmt::Display for Test {
 }
 
 impl Asked {
-    /// Tokens to decode, in each sequence.
+    /// Tokens to decode per sequence.
     pub fn decode_tokens(&self) -> usize {
         self.decode as usize
     }
 
-    /// The tests that fit into `context` positions, with slots and token budget set for them; the others are
-    /// told to `notes`. Only prompts and default depths may be too long.
+    /// Returns the tests that fit `context` positions, and sets slots and token budget for them. Prefill
+    /// tests and default depths that do not fit are reported in `notes`; any other test that does not fit is
+    /// an error.
     pub fn tests(&self, config: &mut Config, context: usize, notes: &mut Vec<String>) -> Result<Vec<Test>> {
         let scheduler = &mut config.scheduler;
-        let most = self.sequences.iter().copied().max().unwrap_or(1) as usize;
-        scheduler.slots = scheduler.slots.max(most);
+        let slots = self.sequences.iter().copied().max().unwrap_or(1) as usize;
+        scheduler.slots = scheduler.slots.max(slots);
         if scheduler.token_budget <= scheduler.slots {
             scheduler.token_budget = 2 * scheduler.slots;
         }
@@ -137,9 +140,7 @@ impl Asked {
             };
             match test.positions() <= context {
                 true => tests.push(test),
-                false if may_be_left_out => {
-                    notes.push(format!("{} left out: {}", test, over(&test, context)))
-                }
+                false if may_be_left_out => notes.push(format!("{} skipped: {}", test, over(&test, context))),
                 false => return Err(usage(format!("{}: {}", test, over(&test, context)))),
             }
         }
@@ -148,11 +149,11 @@ impl Asked {
 }
 
 fn over(test: &Test, context: usize) -> String {
-    format!("needs {} positions, and the context has {context}", test.positions())
+    format!("needs {} positions, but the context has {context}", test.positions())
 }
 
-/// Makes the cache as large as the largest test needs, unless its size is configured, and sequences no longer
-/// than the longest.
+/// Sets the KV cache size to that of the largest test, unless it is configured, and the maximum sequence
+/// length to that of the longest. Fails if the configured number of tokens is too small.
 pub fn size_cache(config: &mut Config, tests: &[Test]) -> Result<()> {
     let kv = &mut config.kv;
     kv.max_context = tests.iter().map(Test::positions).max();
@@ -161,7 +162,7 @@ pub fn size_cache(config: &mut Config, tests: &[Test]) -> Result<()> {
     match kv.size {
         KvSize::Fitting => kv.size = KvSize::Tokens(needed),
         KvSize::Tokens(tokens) if tokens < needed => {
-            return Err(usage(format!("kv.size is {tokens} tokens, and the tests need {needed}")));
+            return Err(usage(format!("kv.size is {tokens} tokens, but the tests need {needed}")));
         }
         KvSize::Tokens(_) | KvSize::Bytes(_) => {}
     }
@@ -183,19 +184,19 @@ mod tests {
     }
 
     #[test]
-    fn what_the_defaults_ask_beyond_the_context_is_left_out_and_said() {
+    fn default_tests_beyond_the_context_are_skipped_and_noted() {
         let (mut config, mut notes) = (config(), Vec::new());
         let tests = asked(None, 64, &[1, 2]).tests(&mut config, 1024, &mut notes).unwrap();
         let kinds: Vec<What> = tests.iter().map(|test| test.what).collect();
         let (decode, fused) = (|depth| What::Decode { depth }, What::Fused { depth: 8 });
         assert_eq!(kinds, [What::Prefill, What::Prefill, decode(0), decode(512), fused, fused]);
         assert_eq!(notes.len(), 2, "{notes:?}");
-        assert!(notes[0].starts_with("prefill of 2048 left out") && notes[0].contains("1024"), "{notes:?}");
+        assert!(notes[0].starts_with("prefill of 2048 skipped") && notes[0].contains("1024"), "{notes:?}");
     }
 
-    /// A prompt that is measured is read as it is, and as many tokens are decoded.
+    /// Warm-up keeps measured prompts and the number of decoded tokens, and shortens other prompts.
     #[test]
-    fn warming_up_reads_no_long_prompts_that_are_not_measured() {
+    fn warming_up_shortens_prompts_that_are_not_measured() {
         let prompts = |test: Test| (test.warm_up().prompt, test.warm_up().max_tokens == test.max_tokens);
         assert_eq!(prompts(Test::prefill(512)), (512, true));
         assert_eq!(prompts(Test::decode(2048, 4)), (8, true));
@@ -204,14 +205,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_by_name_must_fit() {
+    fn explicitly_requested_tests_must_fit() {
         let error = |asked: Asked| asked.tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string();
         assert!(error(asked(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
         assert!(error(asked(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
         assert!(error(asked(None, 64, &[1])).contains("at 0: needs 66"));
     }
 
-    /// The budget leaves room for a prompt beside as many sequences as there are, and the cache holds them all.
+    /// The token budget leaves room for prompts beside all decoding sequences, and the cache holds them all.
     #[test]
     fn the_engine_is_as_large_as_its_tests() {
         let mut config = config();
@@ -219,7 +220,7 @@ mod tests {
         assert_eq!((config.scheduler.slots, config.scheduler.token_budget), (600, 1200));
         size_cache(&mut config, &tests).unwrap();
         let fused = tests.last().unwrap();
-        // Beside the 600 rows of those who decode, 4800 tokens of prompts take 8 steps.
+        // Beside 600 decode rows, the 4800 prompt tokens take 8 steps.
         assert_eq!(fused.max_tokens, 10 + 1 + 1 + 8);
         let pages = tests.iter().map(|test| test.pages(32)).max().unwrap();
         assert_eq!(pages, fused.sequences);

@@ -1,8 +1,11 @@
-//! What the machine can do at most, measured between the samples, and how near a sample comes to it.
+//! Roofline model: the machine's peak bandwidth and arithmetic speed, measured between samples, and the
+//! minimum step time that follows.
 //!
-//! A step must read every weight once and multiply every row with them. The longer of the two times is the least it can
-//! take; this, over what it took, is its share of the limit. What attention reads and computes is not counted.
-//! Invariant: a share is of the ceilings measured right before its sample, with the threads and instructions of the device.
+//! A step must read every weight once and multiply every row by the weights. The longer of the two times is
+//! the minimum step time; its ratio to the measured time is the fraction of the roofline. Attention is not
+//! counted.
+//! Invariant: a fraction refers to the roofline measured right before its sample, with the device's threads
+//! and instruction set.
 
 use super::report::What;
 use crate::actors::engine::available_memory;
@@ -15,17 +18,17 @@ use mainstem_kernels::quant::Operand;
 use mainstem_kernels::{Backend, DeviceError, Inputs};
 use serde::Serialize;
 
-/// Memory that is read: several times the largest cache.
+/// Bytes of memory to read: several times the largest cache.
 const BYTES: usize = 512 << 20;
 
-/// Measures ceilings with a device like the one that is measured.
+/// Measures the roofline with a CPU backend configured like the benchmarked device.
 pub struct Measured {
     cpu: CpuBackend,
     meter: Meter,
 }
 
 impl Measured {
-    /// For a model on one CPU device; `None` for others, and where there is not memory enough to read.
+    /// Creates a meter for a model on a single CPU device; `None` for other devices, or if memory is short.
     pub fn new(config: &DeviceConfig) -> Result<Option<Measured>, DeviceError> {
         let is_alone = config.groups.len() == 1 && config.groups[0].len() == 1;
         let is_cpu = is_alone && config.groups[0][0].kind == DeviceKind::Cpu;
@@ -37,28 +40,31 @@ impl Measured {
         Ok(Some(Measured { cpu, meter: Meter::new(BYTES)? }))
     }
 
-    /// Once.
+    /// Measures the roofline once.
     pub fn now(&mut self) -> Ceilings {
         self.meter.measure(&mut self.cpu)
     }
 
+    /// Activation precision of the backend.
     pub fn inputs(&self) -> Inputs {
         self.cpu.inputs()
     }
 }
 
-/// What a step must do at least.
+/// Minimum work of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
-    /// Bytes of weights.
+    /// Bytes of weights to read.
     pub read: f64,
-    /// Operations of products whose inputs are F32, codes, and BF16.
+    /// Operations of GEMMs with F32 inputs.
     pub f32: f64,
+    /// Operations of GEMMs with int8 inputs.
     pub codes: f64,
+    /// Operations of GEMMs with BF16 inputs.
     pub bf16: f64,
 }
 
-/// What limits a step.
+/// The bottleneck of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Limit {
@@ -67,7 +73,8 @@ pub enum Limit {
 }
 
 impl Work {
-    /// Of a step of `rows` rows, of which `wanted` want logits; `None` for a mixture of experts, of which each row takes some.
+    /// Computes the work of a step of `rows` rows, of which `wanted` need logits; `None` for a mixture of
+    /// experts, where it depends on the routing of each row.
     pub fn of(source: &ModelSource, inputs: Inputs, rows: usize, wanted: usize) -> Option<Work> {
         let stack = source.spec.last_stack();
         if stack.layers.iter().any(|layer| layer.mlp.experts() > 0) {
@@ -91,8 +98,8 @@ impl Work {
                 continue;
             }
             work.read += tensor.bytes as f64;
-            let [out, inp] = tensor.shape[..] else { continue };
-            let operations = 2.0 * (out * inp) as f64 * if is_head { wanted } else { rows } as f64;
+            let [n, k] = tensor.shape[..] else { continue };
+            let operations = 2.0 * (n * k) as f64 * if is_head { wanted } else { rows } as f64;
             *match tensor.ty.operand(inputs) {
                 Operand::F32 => &mut work.f32,
                 Operand::Codes => &mut work.codes,
@@ -102,7 +109,7 @@ impl Work {
         Some(work)
     }
 
-    /// Of a step of a test.
+    /// Computes the work of a step of a test; `None` for tests without a model.
     pub fn of_test(
         source: &ModelSource,
         inputs: Inputs,
@@ -117,7 +124,7 @@ impl Work {
         }
     }
 
-    /// The least time it takes, in seconds, and why.
+    /// Returns the minimum time of the work in seconds, and its bottleneck.
     pub fn least(&self, ceilings: &Ceilings) -> (f64, Limit) {
         let reading = self.read / ceilings.read;
         let arithmetic = self.f32 / ceilings.f32 + self.codes / ceilings.codes + self.bf16 / ceilings.bf16;
@@ -126,6 +133,7 @@ impl Work {
 }
 
 impl Limit {
+    /// The bottleneck's name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Limit::Reading => "reading",
@@ -143,7 +151,7 @@ mod tests {
     const EVEN: Ceilings = Ceilings { read: 1e9, f32: 1e9, codes: 1e9, bf16: 1e9 };
 
     #[test]
-    fn the_longer_of_reading_and_arithmetic_is_the_least_time() {
+    fn the_longer_of_reading_and_arithmetic_is_the_minimum_time() {
         let work = Work { read: 2e9, f32: 1e9, codes: 0.5e9, bf16: 0.25e9 };
         assert_eq!(work.least(&EVEN), (2.0, Limit::Reading));
         assert_eq!(work.least(&Ceilings { f32: 0.25e9, ..EVEN }), (4.75, Limit::Arithmetic));

@@ -1,5 +1,4 @@
-//! The leanest HTTP client that can keep a server busy: one connection, one request after the other, chunks that
-//! are not unwrapped.
+//! Minimal HTTP client for load: one connection, one request at a time, without decoding chunked bodies.
 //!
 //! Invariant: a response is read to its end before the next request is sent.
 
@@ -8,30 +7,31 @@ use anyhow::{Context, Result, bail, ensure};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 
-/// Bytes read at a time.
+/// Maximum bytes per read.
 const READ_BYTES: usize = 64 << 10;
 
-/// Longest head of a response, and of an answer that is shown as an error.
+/// Maximum size of a response head, and of a body that is quoted in an error.
 const HEAD_BYTES: usize = 4 << 10;
 
-/// What ends a chunked body.
+/// End of a chunked body.
 const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
 /// A connection.
 pub struct Client {
     stream: TcpStream,
     buffer: Vec<u8>,
-    /// The last bytes of what was read, as many as end a body.
+    /// The last bytes read, as many as [`LAST_CHUNK`] has.
     tail: [u8; LAST_CHUNK.len()],
 }
 
 impl Client {
+    /// Connects to a server.
     pub async fn connect(address: SocketAddr) -> Result<Client> {
         let stream = TcpStream::connect(address).await.context("cannot connect")?;
         Ok(Client { stream, buffer: vec![0; READ_BYTES], tail: [0; LAST_CHUNK.len()] })
     }
 
-    /// Posts a JSON body and reads the response's first line, which must be a success.
+    /// Posts a JSON body and reads the head of the response. Fails unless the status is 200.
     pub async fn post(&mut self, path: &str, body: &str) -> Result<()> {
         let request = format!(
             "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
@@ -51,7 +51,7 @@ impl Client {
         self.read_head().await
     }
 
-    /// Reads the head byte for byte, so that nothing of the body is taken with it.
+    /// Reads the head byte by byte, so that nothing of the body is consumed.
     async fn read_head(&mut self) -> Result<()> {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -63,12 +63,12 @@ impl Client {
         if !head.starts_with(b"HTTP/1.1 200 ") {
             let read = read(&self.stream, &mut self.buffer[..HEAD_BYTES]).await?;
             head.extend_from_slice(&self.buffer[..read]);
-            bail!("the server refuses: {}", String::from_utf8_lossy(&head));
+            bail!("the server rejected the request: {}", String::from_utf8_lossy(&head));
         }
         Ok(())
     }
 
-    /// Reads on in the body; the number of events that end there, or `None` at its end.
+    /// Reads more of the body. Returns the number of events that end in it, or `None` at the end of the body.
     pub async fn read_on(&mut self) -> Result<Option<u64>> {
         if self.tail == LAST_CHUNK {
             return Ok(None);
@@ -88,12 +88,12 @@ impl Client {
     }
 }
 
-/// Reads what there is, at least one byte.
+/// Reads available bytes, at least one.
 async fn read(stream: &TcpStream, to: &mut [u8]) -> Result<usize> {
     loop {
         stream.readable().await?;
         match stream.try_read(to) {
-            Ok(0) => bail!("the server hung up"),
+            Ok(0) => bail!("the server closed the connection"),
             Ok(read) => return Ok(read),
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
             Err(error) => return Err(error).context("cannot read the response"),
@@ -101,7 +101,8 @@ async fn read(stream: &TcpStream, to: &mut [u8]) -> Result<usize> {
     }
 }
 
-/// Events that end in `bytes`: their empty lines. JSON has no line ends, and those of chunks are not empty.
+/// Counts the events that end in `bytes`, by their empty lines. The JSON has no line feeds, and chunk headers
+/// end in CR LF.
 pub fn events_in(bytes: &[u8]) -> u64 {
     bytes.windows(2).filter(|pair| pair == b"\n\n").count() as u64
 }

@@ -1,6 +1,6 @@
-//! The report's three forms: a table to read, JSON with every sample, CSV for a spreadsheet.
+//! Output formats of the report: a text table, JSON with every sample, and CSV.
 //!
-//! Invariant: all forms show the same figures.
+//! Invariant: all formats show the same values.
 
 use super::ceilings::Limit;
 use super::partition::rows::{self as partition, PartitionFigures};
@@ -9,7 +9,7 @@ use mainstem_kernels::cpu::Ceilings;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// The report as JSON has it.
+/// The report in JSON.
 #[derive(Serialize)]
 struct Document<'a> {
     mainstem: &'static str,
@@ -25,7 +25,7 @@ struct Document<'a> {
 }
 
 impl Report {
-    /// With every sample.
+    /// Formats the report as JSON, with every sample.
     pub fn json(&self) -> String {
         let Report { machine, model, settings, allocated, notes, interrupted, .. } = self;
         let document = Document {
@@ -43,7 +43,7 @@ impl Report {
         text.expect("a report is plain data; anything else is a bug") + "\n"
     }
 
-    /// A head, and one line for each row. What a row has not is empty.
+    /// Formats the report as CSV: a header, and one line per row. Values that a row does not have are empty.
     pub fn csv(&self) -> String {
         if !self.partitions.is_empty() {
             return partition::csv(&self.partitions);
@@ -76,7 +76,7 @@ impl Report {
         text
     }
 
-    /// What was measured where, the rows below each other, and the notes.
+    /// Formats the report as text: machine and model, a table of the rows, and the notes.
     pub fn table(&self) -> String {
         let text = self.head()
             + &match self.partitions.is_empty() {
@@ -97,7 +97,7 @@ impl Report {
         for cells in &lines {
             let mut line = String::new();
             for (column, (cell, width)) in cells.iter().zip(widths).enumerate() {
-                // The name, and what the times are of, are words.
+                // Columns of words are aligned to the left.
                 let _ = match column {
                     0 | 5 => write!(line, "{cell:<width$}  "),
                     _ => write!(line, "{cell:>width$}  "),
@@ -113,7 +113,7 @@ impl Report {
             let _ = writeln!(text, "note: {note}");
         }
         if self.interrupted {
-            text += "note: interrupted; what was measured so far is shown\n";
+            text += "note: interrupted; the report has the results so far\n";
         }
         text
     }
@@ -129,7 +129,7 @@ impl Report {
             );
         }
         let Settings { slots, token_budget, kv_type, .. } = &self.settings;
-        let _ = writeln!(text, "device:    {device}, {slots} slots, {token_budget} tokens a step at most");
+        let _ = writeln!(text, "device:    {device}, {slots} slots, at most {token_budget} tokens per step");
         if let Some(allocated) = &self.allocated {
             let Allocated { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes } = allocated;
             let _ = writeln!(
@@ -146,7 +146,7 @@ impl Report {
             let (f32, codes, bf16) = (f32 / 1e12, codes / 1e12, bf16 / 1e12);
             let _ = writeln!(
                 text,
-                "ceilings:  reads {:.1} GB/s; {f32:.2} Top/s in F32, {codes:.2} of codes, {bf16:.2} in BF16",
+                "roofline:  reads {:.1} GB/s; {f32:.2} Top/s in F32, {codes:.2} in int8, {bf16:.2} in BF16",
                 read / 1e9
             );
         }
@@ -164,9 +164,9 @@ const TABLE_HEAD: [&str; 9] = [
     "tokens",
     "tok/s median (min..max)",
     "time median (min..max)",
-    "of",
+    "unit",
     "weights",
-    "of the limit",
+    "of roofline",
     "speed-up",
 ];
 
@@ -194,6 +194,7 @@ impl Figures<'_> {
 }
 
 impl Summary {
+    /// Formats the summary as `median (min..max)`.
     pub fn shown(&self, decimals: usize) -> String {
         let Summary { min, median, max } = self;
         format!("{median:.decimals$} ({min:.decimals$}..{max:.decimals$})")
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tables_columns_stand_below_each_other() {
+    fn table_columns_are_aligned() {
         let report = report(vec![
             row(What::Fused { depth: 8 }, 1, &[1.0]),
             row(What::Fused { depth: 8 }, 32, &[1.0, 2.0]),

@@ -1,10 +1,10 @@
-//! Everything but the model: a device that answers at once, a reader of long answers for each slot, and three
-//! layers of what stands between the device and a client, each with the one before. The device waits for nobody:
-//! it runs ahead of readers that are slower than the loop, by an answer at most.
+//! Benchmark of everything but the model: a fake device without delay, a consumer of long answers per slot,
+//! and three configurations that add the layers between device and client one by one. The device does not
+//! wait for consumers: if they are slower than the loop, it runs ahead by at most one answer.
 //!
-//! Consumers run on threads of their own, as the server's do; all of them share the machine's cores with the
-//! loop, and in the last layer the clients do too.
-//! Invariant: a token is counted where it arrives, and nowhere else.
+//! Consumers run on separate threads, as in the server. They share the machine's cores with the loop, and in
+//! the last configuration with the clients.
+//! Invariant: a token is counted once, where it arrives.
 
 use super::client::{Client, events_in};
 use super::report::{Report, Row, Sample, What};
@@ -36,20 +36,21 @@ const NAME: &str = "fake";
 const VOCAB: usize = 32_000;
 const CONTEXT: usize = 4096;
 
-/// The first tokens are bytes; those after them are whole words, so that each is an event.
+/// Tokens that are whole words, so that each gives an event. The tokens before them are bytes.
 const WORDS: std::ops::Range<u32> = 256..VOCAB as u32;
 
-/// One token, and an answer as long as the context allows.
+/// The single token of the prompt.
 const PROMPT: u32 = 65;
+/// Answer length: as long as the context allows.
 const MAX_TOKENS: usize = CONTEXT - 1;
 
 const PATH: &str = "/v1/completions";
 
-/// Events of a streamed answer that carry no token: its end, and `[DONE]`. They are counted with the others,
-/// one in two thousand.
+/// Events of a streamed answer without a token: its end, and `[DONE]`. They are counted like tokens, which
+/// adds one in two thousand.
 const TOKENLESS_EVENTS: u64 = 2;
 
-/// Measures the layers, each for `duration`, in `repeat` samples.
+/// Measures each layer for `duration`, in `repeat` samples.
 pub async fn measure(
     mut config: Config,
     duration: Duration,
@@ -57,14 +58,14 @@ pub async fn measure(
     report: &mut Report,
     progress: &ProgressBar,
 ) -> Result<()> {
-    // Who leaves a layer may not have left when those of the next one come.
+    // Requests of one layer may still be running when those of the next arrive.
     config.scheduler.max_waiting = config.scheduler.max_waiting.max(config.scheduler.slots);
     let (engine, built) = start(&config).await?;
     report.built(&config, &built);
     let threads = config.server.workers;
     report.notes.push(format!(
-        "device, control and {threads} consumer threads share this machine's cores; with HTTP {threads} \
-         server threads do too"
+        "device, control and {threads} consumer threads share this machine's cores; with HTTP, so do {threads} \
+         server threads"
     ));
     progress.set_length(3 * u64::from(repeat + 1));
 
@@ -80,17 +81,17 @@ pub async fn measure(
     let (stop, stops) = unbounded_channel();
     let serving = rt::spawn(server.run(stops, config.scheduler.drain_timeout));
     layers.measure(What::Http, move |tally| drain_responses(address, tally)).await?;
-    // The clients have hung up; the server sees it and stops.
+    // The clients have disconnected, so the server stops.
     drop(stop);
     serving.await??;
     engine.stop();
     Ok(())
 }
 
-/// What the layers have in common.
+/// Common parameters of the layers' measurements.
 struct Layers<'a> {
     config: &'a Config,
-    /// Time of a sample.
+    /// Duration of a sample.
     window: Duration,
     repeat: u32,
     report: &'a mut Report,
@@ -98,7 +99,7 @@ struct Layers<'a> {
 }
 
 impl Layers<'_> {
-    /// Keeps a consumer of `consumer`'s making at work for each slot, and takes samples of what they tally.
+    /// Runs a consumer created by `consumer` for each slot, and samples the tokens that they count.
     async fn measure<F, W>(&mut self, what: What, consumer: F) -> Result<()>
     where
         F: Fn(Tally) -> W + Clone + Send + 'static,
@@ -127,7 +128,7 @@ impl Layers<'_> {
     }
 }
 
-/// Tokens that arrived at the consumers of one thread.
+/// Counter of the tokens that arrived at the consumers of one thread.
 #[derive(Clone, Default)]
 struct Tally(Arc<AtomicU64>);
 
@@ -137,7 +138,7 @@ impl Tally {
     }
 }
 
-/// Threads with a consumer for each sequence, evenly spread.
+/// Threads that run one consumer per sequence, evenly distributed.
 struct Consumers {
     threads: Vec<Arbiter>,
     tallies: Vec<Tally>,
@@ -153,11 +154,11 @@ impl Consumers {
         let (failed, failures) = unbounded_channel();
         let tallies = (0..threads).map(|_| Tally::default()).collect::<Vec<_>>();
         let start = |(number, tally): (usize, &Tally)| {
-            let share = (sequences + number) / threads;
+            let count = (sequences + number) / threads;
             let (consumer, tally, failed) = (consumer.clone(), tally.clone(), failed.clone());
             let thread = Arbiter::new();
             thread.spawn_fn(move || {
-                for _ in 0..share {
+                for _ in 0..count {
                     rt::spawn(again_and_again(consumer.clone(), tally.clone(), failed.clone()));
                 }
             });
@@ -170,8 +171,9 @@ impl Consumers {
         self.tallies.iter().map(|tally| tally.0.load(Ordering::Relaxed)).sum()
     }
 
-    /// What arrives within `window`, or within as many of them as it takes for a token to each of `sequences`,
-    /// which is what counts as a step: where consumers are slower than the loop, its own steps are not full.
+    /// Counts the tokens that arrive within `window`, or within several windows if fewer than `sequences`
+    /// tokens arrive. One token per sequence counts as a step; if consumers are slower than the loop, its own
+    /// steps are not full.
     async fn sample(&mut self, window: Duration, sequences: u64) -> Result<Sample> {
         let (began, before) = (Instant::now(), self.tokens());
         loop {
@@ -186,19 +188,19 @@ impl Consumers {
         }
     }
 
-    /// Ends the consumers, who thereby hang up.
+    /// Stops the consumers, which closes their connections.
     fn stop(self) {
         for thread in &self.threads {
             thread.stop();
         }
         for thread in self.threads {
-            // A consumer that panicked has said so.
+            // A panic of a consumer has already been printed.
             let _ = thread.join();
         }
     }
 }
 
-/// Lets a consumer follow its predecessor; one that fails is told of.
+/// Runs consumers one after the other. Reports the first failure and stops.
 async fn again_and_again<F, W>(consumer: F, tally: Tally, failed: UnboundedSender<anyhow::Error>)
 where
     F: Fn(Tally) -> W,
@@ -206,14 +208,14 @@ where
 {
     loop {
         if let Err(failure) = consumer(tally.clone()).await {
-            // Nobody listens when the layer is over.
+            // The receiver is dropped when the layer is finished.
             let _ = failed.send(failure);
             return;
         }
     }
 }
 
-/// Reads one answer's events.
+/// Consumes the events of one answer.
 async fn drain_events(intake: IntakeHandle, tally: Tally) -> Result<()> {
     let request = Request { ignore_eos: true, ..Request::greedy(NAME, [PROMPT], MAX_TOKENS as u32) };
     for mut stream in intake.submit(vec![request]).await? {
@@ -230,11 +232,12 @@ async fn drain_events(intake: IntakeHandle, tally: Tally) -> Result<()> {
     Ok(())
 }
 
-/// Reads one streamed answer's bytes.
+/// Consumes the bytes of one streamed answer.
 async fn drain_answers(local: Local, tally: Tally) -> Result<()> {
-    let answer = local.post(PATH, &body()).await.map_err(|error| anyhow!("the API refuses: {error}"))?;
+    let answer =
+        local.post(PATH, &body()).await.map_err(|error| anyhow!("the API rejected the request: {error}"))?;
     let Answer::Events(mut events) = answer else {
-        unreachable!("a stream was asked for, else this is a bug")
+        unreachable!("the request asks for a stream; anything else is a bug")
     };
     let mut total = 0;
     while let Some(bytes) = events.next().await {
@@ -245,7 +248,7 @@ async fn drain_answers(local: Local, tally: Tally) -> Result<()> {
     whole(total)
 }
 
-/// Reads one streamed answer over HTTP after the other, on one connection.
+/// Consumes streamed answers over HTTP, one after the other on one connection.
 async fn drain_responses(address: std::net::SocketAddr, tally: Tally) -> Result<()> {
     let mut client = Client::connect(address).await?;
     let body = body().to_string();
@@ -260,10 +263,10 @@ async fn drain_responses(address: std::net::SocketAddr, tally: Tally) -> Result<
     }
 }
 
-/// Checks an answer's number of events: nothing was lost, and it was no error.
+/// Checks an answer's number of events. Fails if events are missing, as in an error response.
 fn whole(events: u64) -> Result<()> {
     let expected = MAX_TOKENS as u64 + TOKENLESS_EVENTS;
-    ensure!(events >= expected, "an answer came in {events} events instead of {expected}");
+    ensure!(events >= expected, "an answer has {events} events instead of {expected}");
     Ok(())
 }
 
@@ -273,7 +276,7 @@ fn body() -> Value {
     })
 }
 
-/// An engine around the fake device.
+/// Starts an engine with the fake device.
 async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
     let scheduler = SchedulerConfig { lanes: Lanes::Number(1), ..config.scheduler.clone() };
     let limits = StepLimits {
@@ -323,13 +326,13 @@ async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
     super::start(setup, Arc::new(Tokenizer::bytes(VOCAB)?), vec![vec![factory]]).await
 }
 
-/// One device that holds nothing.
+/// Returns a partition of no layers on one device.
 fn no_layers() -> Partition {
     let members = vec![Member { device: "fake:0".to_owned(), share: 1 }];
     Partition { stages: vec![Stage { encoder: 0..0, decoder: 0..0, members }], experts: ExpertSplit::Column }
 }
 
-/// Any free port of this machine, without keys and TLS.
+/// Returns the server configuration for a free local port, without API keys and TLS.
 fn listening(config: &ServerConfig) -> ServerConfig {
     ServerConfig {
         host: "127.0.0.1".to_owned(),

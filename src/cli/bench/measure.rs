@@ -1,4 +1,4 @@
-//! A model through the engine: the tests' samples, timed where the tokens are made.
+//! Measurement of a model in the engine. Samples are timed where tokens are generated.
 //!
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
@@ -21,17 +21,17 @@ use mainstem_kernels::random::philox;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The configured model, whose facts go to the report.
+/// Fetches and opens the configured model, and adds its facts to the report. Fails if it is not decoder-only.
 pub async fn opened(config: &mut Config, report: &mut Report) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
     let (source, tokenizer) = start::configured(&model, &config.model)?;
-    check_kind(&source, "the tests are for")?;
+    check_kind(&source, "the tests support")?;
     report.model = Some(ModelFacts::of(&source));
     Ok((source, tokenizer))
 }
 
-/// Runs the tests that are asked for; what is done when the future is dropped stands in the report.
+/// Runs the selected tests. If the future is dropped, the report keeps the results so far.
 pub async fn measure(
     mut config: Config,
     asked: &Asked,
@@ -53,8 +53,8 @@ pub async fn measure(
     };
     let mut machine = ceilings::Measured::new(&config.device)?;
     if machine.is_none() && config.device.groups[0][0].kind == DeviceKind::Cpu {
-        let told = "no share of the limit: it is measured beside one CPU device, with 2 GiB of memory free";
-        report.notes.push(told.to_owned());
+        let note = "no roofline: it requires a single CPU device and 2 GiB of free memory";
+        report.notes.push(note.to_owned());
     }
     let mut prompts = Prompts::new(&source, &tokenizer);
     let factories = factories(&config.device, &source, &tokenizer, &setup);
@@ -71,11 +71,11 @@ pub async fn measure(
         let work = work.and_then(|inputs| Work::of_test(&source, inputs, what, sequences, tokens));
         report.rows.push(Row { what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
         progress.set_message(test.to_string());
-        // The first one warms up.
+        // The first run warms up.
         for number in 0..=repeat {
-            let ceilings = machine.as_mut().filter(|_| work.is_some()).map(ceilings::Measured::now);
+            let roofline = machine.as_mut().filter(|_| work.is_some()).map(ceilings::Measured::now);
             let run = if number == 0 { test.warm_up() } else { test };
-            let sample = Sample { ceilings, ..sample(&engine.intake, &run, &mut prompts).await? };
+            let sample = Sample { ceilings: roofline, ..sample(&engine.intake, &run, &mut prompts).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
             progress.inc(1);
@@ -85,17 +85,19 @@ pub async fn measure(
     Ok(())
 }
 
-/// A cache whose size is given in bytes may be too small too, and then sequences would wait for each other.
+/// Fails if the cache has too few pages for a test, since its sequences would then wait for each other. This
+/// can happen if the cache size is given in bytes.
 fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
     let needed = tests.iter().map(|test| test.pages(setup.limits.page_positions)).max().unwrap_or(0);
     let pages = setup.kv.pages - 1;
     match pages >= needed {
         true => Ok(()),
-        false => Err(usage(format!("kv.size makes {pages} pages, and the tests need {needed}"))),
+        false => Err(usage(format!("kv.size gives {pages} pages, but the tests need {needed}"))),
     }
 }
 
-/// Weights that each step reads, however few its rows: all but an embedding that is not the head too.
+/// Returns the bytes of weights that every step reads: all weights except an embedding that is not also the
+/// head.
 fn bytes_per_step(source: &ModelSource) -> usize {
     let stack = source.spec.last_stack();
     let is_read = stack.head.as_ref().is_some_and(|head| head.tied);
@@ -104,13 +106,14 @@ fn bytes_per_step(source: &ModelSource) -> usize {
     tensors.iter().filter(|tensor| Some(&tensor.name) != looked_up).map(|tensor| tensor.bytes).sum()
 }
 
-/// Prompts of ordinary tokens, another one each time, and the same ones in each run.
+/// Generator of different prompts of ordinary tokens; the sequence of prompts is the same in each run.
 pub struct Prompts {
     ordinary: Vec<u32>,
     drawn: u32,
 }
 
 impl Prompts {
+    /// Creates a generator of prompts for a model.
     pub fn new(source: &ModelSource, tokenizer: &Tokenizer) -> Prompts {
         Prompts { ordinary: words::ordinary(source, tokenizer), drawn: 0 }
     }
@@ -122,7 +125,7 @@ impl Prompts {
     }
 }
 
-/// Runs a test once.
+/// Runs a test once and returns its sample.
 pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -> Result<Sample> {
     let request = |_| Request {
         ignore_eos: true,
@@ -130,7 +133,7 @@ pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -
     };
     let requests = (0..test.sequences).map(request).collect();
     let began = Instant::now();
-    // Tokens carry the time when they were made, so one sequence can be read after the other.
+    // Tokens carry their generation time, so sequences can be received one after the other.
     let mut times = Vec::with_capacity(test.sequences);
     for stream in intake.submit(requests).await? {
         times.push(token_times(stream).await?);
@@ -148,7 +151,7 @@ pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -
     })
 }
 
-/// When each of a sequence's tokens was made.
+/// Receives a sequence's tokens and returns the generation time of each.
 async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestError> {
     let mut times = Vec::new();
     loop {
@@ -162,14 +165,15 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
     }
 }
 
-/// From the first token of the sequence that began last, `tokens` steps on, what all of them made.
+/// Computes the sample of a decode test: the tokens that all sequences generated during the `tokens` steps
+/// after the first token of the sequence that began last.
 fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
     let last =
         times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
     let (began, ended) = (last[0], last[tokens]);
-    let made = times.iter().flatten().filter(|time| **time > began && **time <= ended).count();
+    let generated = times.iter().flatten().filter(|time| **time > began && **time <= ended).count();
     Sample {
-        tokens: made as u64,
+        tokens: generated as u64,
         steps: tokens as u64,
         seconds: (ended - began).as_secs_f64(),
         ceilings: None,
@@ -182,7 +186,7 @@ mod tests {
     use crate::cli::start::open;
     use std::time::Duration;
 
-    /// Tokens at these milliseconds.
+    /// Returns tokens at these milliseconds.
     fn at(began: Instant, ms: &[u64]) -> Vec<Instant> {
         ms.iter().map(|ms| began + Duration::from_millis(*ms)).collect()
     }

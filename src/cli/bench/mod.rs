@@ -1,8 +1,8 @@
-//! `mainstem bench`: how fast a model is through the engine, or with `--fake-device` how fast everything around
-//! a model is.
+//! `mainstem bench`: measures the speed of a model in the engine, or with `--fake-device` the speed of
+//! everything around a model.
 //!
-//! Invariant: what is reported was measured in this run, every sample of it, and what was asked for and not
-//! measured is said.
+//! Invariant: every reported sample was measured in this run, and requested tests that were not run are
+//! noted.
 
 mod asked;
 mod ceilings;
@@ -38,38 +38,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::select;
 
-/// Slots of the fake device, unless somebody says.
+/// Default slots with `--fake-device`.
 const FAKE_SLOTS: i64 = 256;
 
-/// How often observations are put into their buckets, as in a server.
+/// Interval of the metrics upkeep, which sorts observations into buckets; the same as in a server.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Measure speed: prefill, decode at depth, and fused decode of several sequences.
 ///
-/// The tests run through the engine, without HTTP, with greedy sampling and prompts that are the same each time.
-/// Slots, token budget and cache are made large enough for them. docs/benchmarks.md says what each figure means.
+/// The tests run in the engine, without HTTP, with greedy sampling and reproducible prompts. Slots, token
+/// budget and KV cache are made large enough for them. docs/benchmarks.md explains each value.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  mainstem bench                                    the demo model that is built in
+  mainstem bench                                    the built-in demo model
   mainstem bench path/to/model --depth 0,1024 --format json --output bench.json
   mainstem bench --synthetic 1B --dtype bf16 --prefill 512 --sequences 1,8
-  mainstem bench --partition path/to/model          by layers, by tensors, and both, on four devices
-  mainstem bench --fake-device --duration 10s       all but the model: loop, text, HTTP")]
+  mainstem bench --partition path/to/model          compare partitions over four devices
+  mainstem bench --fake-device --duration 10s       measure loop, text and HTTP without a model")]
 pub struct BenchArgs {
-    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath,
           conflicts_with_all = ["synthetic", "fake_device"])]
     model_path: Option<String>,
-    /// A model of random weights and of this shape, such as 110M or 1B, instead of files.
+    /// Model with random weights of this shape, such as 110M or 1B, instead of files.
     #[arg(long, value_name = "SHAPE", conflicts_with = "fake_device")]
     synthetic: Option<String>,
-    /// Number format of the synthetic model's weights.
+    /// Weight data type of the synthetic model.
     #[arg(long, value_name = "TYPE", value_parser = ["f16", "bf16", "f32"], requires = "synthetic")]
     dtype: Option<String>,
     #[command(flatten)]
     run: RunFlags,
-    /// Threads that read the fake device's answers, and that speak HTTP.
+    /// Consumer threads with --fake-device, and HTTP worker threads.
     #[arg(long, value_name = "N")]
     workers: Option<u32>,
     #[command(flatten)]
@@ -82,32 +82,32 @@ pub struct BenchArgs {
     log: LogFlags,
 }
 
-/// What is measured, and where the report goes.
+/// Options of the tests and of the report.
 #[derive(Args)]
 struct RunFlags {
     #[command(flatten)]
     asked: Asked,
-    /// Samples of each test, after one that does not count.
+    /// Samples per test, after one warm-up run.
     #[arg(long, value_name = "N", default_value_t = 5,
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     repeat: u32,
-    /// Form of the report.
-    #[arg(long, value_name = "FORM", default_value = "table")]
+    /// Report format.
+    #[arg(long, value_name = "FORMAT", default_value = "table")]
     format: Format,
     /// Write the report to this file instead of standard output.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     #[command(flatten)]
     ways: PartitionTests,
-    /// Measure what is around the model, with a device that answers at once; with 256 slots if nobody says.
+    /// Measure everything around the model, with a fake device without delay; default 256 slots.
     #[arg(long)]
     fake_device: bool,
-    /// Time for each layer around the fake device, such as 10s or 500ms.
+    /// Measurement time per layer around the fake device, such as 10s or 500ms.
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
     duration: Duration,
 }
 
-/// How a report is written.
+/// Format of a report.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Format {
     Table,
@@ -115,7 +115,7 @@ enum Format {
     Csv,
 }
 
-/// Measures what the arguments say and reports it. The code is 0, or 130 if it was interrupted.
+/// Runs the tests and writes the report. The exit code is 0, or 130 after an interruption.
 pub fn run(args: BenchArgs) -> Result<ExitCode> {
     let (run, file, flags) = args.layers();
     let config = match run.ways.partition {
@@ -123,7 +123,7 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         false => Config::of_process(file.as_deref(), flags)?,
     };
     telemetry::start_log(&config.log, || spinner::Stderr);
-    // Where nothing can be written, nothing need be measured.
+    // Opened first, so that an unwritable file fails before the measurement.
     let mut to: Box<dyn Write> = match &run.output {
         Some(path) => {
             Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?)
@@ -140,9 +140,9 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
-/// Runs the tests, until they are through or a SIGINT comes.
+/// Runs the tests until their end or a SIGINT.
 async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
-    // Recorded and kept up as in a server: that is part of what is measured.
+    // Metrics are recorded and maintained as in a server, because their cost is part of the measurement.
     let metrics = telemetry::install(None);
     let upkeep = rt::spawn(async move {
         let mut ticks = time::interval(UPKEEP_INTERVAL);
@@ -175,7 +175,7 @@ async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
 }
 
 impl BenchArgs {
-    /// What is to be done, the configuration file, if one is named, and what goes before it.
+    /// Returns the test options, the configuration file, if given, and the flags that override it.
     fn layers(mut self) -> (RunFlags, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         let synthetic = self.synthetic.as_ref().map(|shape| match &self.dtype {
@@ -197,7 +197,7 @@ impl BenchArgs {
     }
 }
 
-/// Starts an engine; with it, what its devices were built of, all together.
+/// Starts an engine. Also returns the merged reports of its devices.
 async fn start(
     setup: EngineSetup,
     tokenizer: Arc<Tokenizer>,
@@ -221,18 +221,18 @@ async fn start(
     Ok((engine, together(built)))
 }
 
-/// An error that is the command line's.
+/// Returns an error in the command line.
 fn usage(message: impl Into<String>) -> Error {
     ConfigError { origin: Source::CommandLine, message: message.into() }.into()
 }
 
-/// A bar on a terminal's standard error; elsewhere nothing is drawn.
+/// Creates a progress bar. It is drawn only if stderr is a terminal.
 fn progress() -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}");
     ProgressBar::new(0).with_style(style.expect("the template is well formed; anything else is a bug"))
 }
 
-/// A time such as `5s` or `200ms`, more than none.
+/// Parses a time such as `5s` or `200ms`, greater than zero and at most a day.
 fn duration(text: &str) -> Result<Duration, String> {
     let (number, seconds) = match (text.strip_suffix("ms"), text.strip_suffix('s')) {
         (Some(number), _) => (number, 1e-3),
@@ -242,7 +242,7 @@ fn duration(text: &str) -> Result<Duration, String> {
     let number: f64 = number.trim().parse().map_err(|_| "must begin with a number".to_owned())?;
     match Duration::try_from_secs_f64(number * seconds) {
         Ok(time) if !time.is_zero() && time <= Duration::from_secs(86_400) => Ok(time),
-        _ => Err("must be more than none and at most a day".to_owned()),
+        _ => Err("must be greater than zero and at most a day".to_owned()),
     }
 }
 
@@ -264,15 +264,15 @@ mod tests {
     }
 
     #[test]
-    fn flags_go_before_what_bench_itself_wants() {
+    fn flags_override_the_defaults_of_bench() {
         Alone::command().debug_assert();
         let quiet = config("--fake-device");
         assert_eq!((quiet.scheduler.slots, quiet.log.level.as_str()), (256, "warn"));
-        let told = config("--fake-device --slots 8 --log-level debug --workers 3");
-        assert_eq!((told.scheduler.slots, told.log.level.as_str(), told.server.workers), (8, "debug", 3));
+        let set = config("--fake-device --slots 8 --log-level debug --workers 3");
+        assert_eq!((set.scheduler.slots, set.log.level.as_str(), set.server.workers), (8, "debug", 3));
         let synthetic = config("--synthetic 1B --dtype f32 --repeat 1");
         assert_eq!((synthetic.scheduler.slots, synthetic.model.path.as_str()), (32, "synthetic:1B:f32"));
-        let kv = config("--kv q4 --attended-share 0.25").kv;
+        let kv = config("--kv q4 --sparse-attention 0.25").kv;
         assert_eq!((kv.ty, kv.attended.of(100)), (mainstem_kernels::QuantType::G4_B64, 25));
     }
 

@@ -1,6 +1,7 @@
-//! `mainstem inspect`: what a model is made of, who said so, and the memory that serving it takes.
+//! `mainstem inspect`: shows a model's architecture, the source of each value, and the memory that serving it
+//! needs.
 //!
-//! Invariant: no weight is read. Sizes come from the functions that the engine itself allocates by.
+//! Invariant: no weights are read. Sizes come from the functions that the engine uses for allocation.
 
 mod text;
 
@@ -31,17 +32,17 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "Examples:
   mainstem inspect models/llama
   mainstem inspect hf:owner/name@main --slots 64 --max-context 4096 --kv-type bf16
-  mainstem inspect path/to/model --devices \"0&1;2&3\"   which device holds which layers and heads
+  mainstem inspect path/to/model --devices \"0&1;2&3\"   show the layers and heads of each device
   mainstem inspect stories.bin --json";
 
-/// Show what a model is made of and what it needs.
+/// Show a model's architecture and memory requirements.
 ///
-/// Architecture, the specification in force with the origin of each value, tensors, end tokens, what each device
-/// would hold, and memory for a number of sequences. Weights are not loaded.
+/// Prints the architecture, the effective specification with the source of each value, tensors, end tokens,
+/// the part of each device, and the memory for a number of sequences. Weights are not loaded.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct InspectArgs {
-    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model: Option<String>,
     #[command(flatten)]
@@ -50,44 +51,44 @@ pub struct InspectArgs {
     output: OutputArgs,
 }
 
-/// What the memory is reckoned for.
+/// Options that determine the memory requirements.
 #[derive(Debug, Args)]
 struct SizeArgs {
-    /// Specification file to read the model by, instead of the one that ships for its type.
+    /// Model specification file, instead of the model's own or the built-in one.
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Number formats to load matrices in, such as q4 or "head=q6,q4".
+    /// Number formats to load weight matrices in, such as q4 or "head=q6,q4".
     #[arg(long, value_name = "RULES")]
     weights: Option<String>,
-    /// Configuration file (TOML); its sizes are those of `serve`.
+    /// Configuration file (TOML), as for `serve`.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Sequences at once.
+    /// Maximum sequences decoded at once.
     #[arg(long, value_name = "N")]
     slots: Option<u32>,
-    /// Longest prompt and answer together, in tokens; 0 is the model's own limit.
+    /// Maximum prompt and output length together, in tokens; 0 is the model's limit.
     #[arg(long, value_name = "N")]
     max_context: Option<u32>,
-    /// Number format of keys and values.
+    /// KV cache data type.
     #[arg(long, visible_alias = "kv", value_parser = KV_TYPES)]
     kv_type: Option<String>,
     #[command(flatten)]
     partition: PartitionFlags,
 }
 
-/// How the answer looks.
+/// Output options.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct OutputArgs {
-    /// Answer in JSON, every tensor included.
+    /// Print JSON, with every tensor.
     #[arg(long)]
     json: bool,
-    /// List every tensor, not one line for those that are alike in all layers.
+    /// List every tensor instead of one line per tensor of all layers.
     #[arg(long)]
     tensors: bool,
 }
 
 impl InspectArgs {
-    /// The configuration that `serve` would have with these flags, and what the answer looks like.
+    /// Returns the configuration that `serve` would have with these flags, and the output options.
     pub fn config(self) -> Result<(Config, OutputArgs), ConfigError> {
         let SizeArgs { spec, weights, config, slots, max_context, kv_type, partition } = self.sizes;
         let mut flags = Overrides::default();
@@ -102,7 +103,7 @@ impl InspectArgs {
     }
 }
 
-/// Looks at the configured model and prints what it finds.
+/// Inspects the configured model and prints the result.
 pub fn run(args: InspectArgs) -> Result<()> {
     let (config, output) = args.config()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
@@ -112,10 +113,10 @@ pub fn run(args: InspectArgs) -> Result<()> {
         false if output.tensors => text::whole(&inspection),
         false => text::summary(&inspection),
     };
-    print("answer", &text)
+    print("inspection", &text)
 }
 
-/// All there is to say of a model. Its field names are the keys of the JSON form.
+/// The result of an inspection. Its field names are the keys of the JSON output.
 #[derive(Debug, Serialize)]
 pub struct Inspection {
     pub name: String,
@@ -125,22 +126,23 @@ pub struct Inspection {
     pub architecture: Architecture,
     pub specification: Specification,
     pub tensors: Vec<Tensor>,
-    /// In the files, and rightly unused.
+    /// Tensors of the files that the model does not need.
     pub unused: Vec<Unused>,
     pub tokenizer: Tokenizer,
     pub end_tokens: EndTokens,
-    /// How it is asked, where it has an encoder.
+    /// Prompting defaults of a model with an encoder.
+    #[serde(rename = "conventions")]
     pub conventions: Map<String, Value>,
-    /// What generation_config.json recommends, by its own keys.
+    /// Sampling parameters that generation_config.json recommends, by its keys.
     pub sampling: Map<String, Value>,
-    /// What it wants beside, and is not served.
+    /// Further features that the model requests and the server does not support.
     pub unserved: Map<String, Value>,
-    /// What each device holds, stage by stage, by rank.
+    /// The part of each device, stage by stage, by rank.
     pub partition: Vec<Held>,
     pub memory: Memory,
 }
 
-/// What one device holds, in bytes beside layers and heads.
+/// The part of a model that one device holds: layers and heads, and its memory in bytes.
 #[derive(Debug, Serialize)]
 pub struct Held {
     #[serde(flatten)]
@@ -152,21 +154,22 @@ pub struct Held {
     pub total: usize,
 }
 
-/// Sizes in numbers, dimensions and tokens, of the stack that answers; each is explained in `specification` by its key
-/// there. Where layers differ, the first one's.
+/// Architecture of the stack that produces the output: the decoder, or the encoder of an encoder-only model.
+/// `specification` has the source of each value. Where layers differ, the values are those of the first
+/// layer.
 #[derive(Debug, Serialize)]
 pub struct Architecture {
-    /// Values of `model_type` that the specification is for.
+    /// Values of `model_type` that the specification covers.
     pub family: Vec<String>,
     /// `decoder`, `encoder` or `encoder_decoder`.
     pub kind: Kind,
-    /// What can be asked of it: endpoints.
+    /// Supported API endpoints.
     pub serves: Vec<&'static str>,
     pub parameters: usize,
-    /// Of a parameter, as it is loaded, on average.
+    /// Average bits per parameter as loaded.
     pub bits: f64,
     pub layers: usize,
-    /// Of an encoder before it.
+    /// Layers of the encoder before a decoder; else 0.
     pub encoder_layers: usize,
     pub hidden: usize,
     pub heads: usize,
@@ -174,8 +177,9 @@ pub struct Architecture {
     pub head_dim: usize,
     pub mlp: &'static str,
     pub mlp_width: usize,
-    /// Experts of a layer, and those that each token goes through; 0 without.
+    /// Experts per layer; 0 if the layers have none.
     pub experts: usize,
+    /// Experts that process each token; 0 if the layers have none.
     pub experts_per_token: usize,
     pub activation: Value,
     pub attention_bias: bool,
@@ -189,13 +193,14 @@ pub struct Architecture {
     pub rope_scaling: Value,
     pub vocab: usize,
     pub context: usize,
-    /// Of a source.
+    /// Maximum length of the encoder input; 0 without an encoder before a decoder.
+    #[serde(rename = "source_context")]
     pub source_context: usize,
-    /// Null without a head.
+    /// Whether the head is the embedding matrix; null without a head.
     pub tied_head: Option<bool>,
 }
 
-/// The specification in force.
+/// The effective specification.
 #[derive(Debug, Serialize)]
 pub struct Specification {
     pub file: String,
@@ -203,74 +208,84 @@ pub struct Specification {
     pub values: Vec<SpecificationValue>,
 }
 
+/// A value of the specification with its source.
 #[derive(Debug, Serialize)]
 pub struct SpecificationValue {
     pub key: String,
-    /// Those that have it; absent if all do, or if it is no layer's.
+    /// Layers with this value; absent if all layers have it, or if the value is not per layer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<usize>,
     pub value: Value,
     /// `specification`, `config`, `default`, `format`, `derived` or `formula`.
     pub origin: &'static str,
-    /// The keys, or the rule, it was found by.
+    /// Keys or rule that gave the value.
     pub by: Vec<String>,
 }
 
+/// A tensor that the model needs.
 #[derive(Debug, Serialize)]
 pub struct Tensor {
     pub name: String,
     pub role: &'static str,
-    /// The name with `{i}` for the layer.
+    /// Name with `{i}` for the layer number.
     pub pattern: String,
     pub layer: Option<usize>,
-    /// The number format it is loaded in.
+    /// Number formats in which it is loaded.
     #[serde(rename = "type")]
     pub ty: String,
-    /// The one it is stored in.
+    /// Number format in which it is stored.
     pub stored: String,
     pub shape: Vec<usize>,
-    /// As it is loaded.
+    /// Bytes as loaded.
     pub bytes: usize,
-    /// Of a number, its share of scales counted.
+    /// Bits per number, including scales.
     pub bits: f64,
 }
 
+/// A tensor of the files that the model does not need.
 #[derive(Debug, Serialize)]
 pub struct Unused {
     pub name: String,
     pub bytes: usize,
+    /// Why it is not needed.
     pub why: &'static str,
 }
 
+/// Whether the tokenizer can be opened.
 #[derive(Debug, Serialize)]
 pub struct Tokenizer {
-    /// Why there is none.
+    /// Why the tokenizer cannot be opened; null if it can.
     pub error: Option<String>,
 }
 
+/// The end tokens and their source.
 #[derive(Debug, Serialize)]
 pub struct EndTokens {
     pub ids: Vec<u32>,
+    /// File or format that names the end tokens; null if nothing does.
+    #[serde(rename = "said_by")]
     pub said_by: Option<&'static str>,
 }
 
-/// Bytes, but where the name says otherwise.
+/// Memory requirements, in bytes unless the name says otherwise.
 #[derive(Debug, Serialize)]
 pub struct Memory {
     pub device: String,
     pub kv_type: &'static str,
     pub slots: usize,
-    /// Tokens of the longest sequence asked for, beside its source.
+    /// Configured maximum sequence length in tokens, without the encoder input.
     pub context_tokens: usize,
-    /// Tokens of the longest sequence for which there is room.
+    /// Maximum sequence length in tokens that fits the cache.
     pub longest_tokens: usize,
+    /// KV page size in tokens.
+    #[serde(rename = "page_positions")]
     pub page_positions: usize,
     pub weights: usize,
     pub kv_per_token: usize,
     pub kv_per_sequence: usize,
-    /// For all slots at the longest sequence asked for, and the sink.
+    /// KV cache for sequences of maximum length in all slots, plus the null page.
     pub kv_for_slots: usize,
-    /// What the engine takes at start: the same, or less where the configuration or free memory bounds it.
+    /// KV cache that the engine allocates: the same, or less if configured or if memory is short.
     pub kv: usize,
     pub activations: usize,
     pub step_buffers: usize,
@@ -279,7 +294,7 @@ pub struct Memory {
 }
 
 impl Inspection {
-    /// Opens the configured model and looks at it.
+    /// Opens the configured model and inspects it.
     pub fn of(mut config: Config) -> Result<Inspection> {
         config.model = start::fetched(config.model, &config.hub)?;
         let model = ModelRef::parse(&config.model.path)?;
@@ -316,7 +331,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     let spec = &source.spec;
     let stack = spec.last_stack();
     let own = if spec.kind == Kind::EncoderDecoder { "decoder." } else { "" };
-    let said = |key| spec.provenance.get(&format!("{own}{key}")).map_or(Value::Null, |it| it.value.clone());
+    let value = |key| spec.provenance.get(&format!("{own}{key}")).map_or(Value::Null, |it| it.value.clone());
     let first = stack.layers.first().expect("a stack has a layer; anything else is a bug");
     let rope = first.attention.rope.map(|rope| &stack.ropes[rope]);
     let moe = stack.layers.iter().find_map(|layer| match &layer.mlp {
@@ -348,12 +363,12 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
         mlp_width,
         experts: moe.map_or(0, |moe| moe.experts.len()),
         experts_per_token: moe.map_or(0, |moe| moe.top_k),
-        activation: said("mlp.activation"),
+        activation: value("mlp.activation"),
         attention_bias: first.attention.q.bias.is_some(),
         mlp_bias,
-        norm: said("norm.kind"),
-        norm_eps: said("norm.eps"),
-        positions: said("position.kind"),
+        norm: value("norm.kind"),
+        norm_eps: value("norm.eps"),
+        positions: value("position.kind"),
         rope_style: rope.map_or(Value::Null, |rope| format!("{:?}", rope.style).to_lowercase().into()),
         rope_dims: rope.map_or(Value::Null, |rope| rope.dims.into()),
         rope_theta: rope.map_or(Value::Null, |rope| rope.config.theta.into()),
@@ -391,13 +406,14 @@ fn specification(spec: &ModelSpec) -> Specification {
     }
 }
 
-/// Every needed tensor once. Parts of one may be loaded in formats of their own: all are named, and their bytes summed.
+/// Returns every needed tensor once. Parts of a tensor may be loaded in different formats: all formats are
+/// listed, and the bytes are added up.
 fn needed(source: &ModelSource) -> Result<Vec<Tensor>> {
     let mut parts: HashMap<&str, Vec<TensorRecord>> = HashMap::new();
     for piece in tensors::pieces(&source.spec) {
         let part = pieces::record(piece, source.loaded_as(piece));
         let known = parts.entry(&piece.name).or_default();
-        // An embedding and the head that it is are one part.
+        // An embedding and a head tied to it are one part.
         if !matches!(piece.part, Part::Whole) || known.is_empty() {
             known.push(part);
         }
@@ -443,7 +459,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
     .collect()
 }
 
-/// The end tokens that serving would use, and who names them.
+/// Returns the end tokens that serving would use, and their source.
 fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTokens> {
     let said_by = match &source.kind {
         _ if source.eos.is_empty() => tokenizer_eos.map(|_| "tokenizer"),
@@ -481,23 +497,23 @@ fn conventions(conventions: &Conventions) -> Map<String, Value> {
 }
 
 fn sampling(source: &ModelSource) -> Result<Map<String, Value>> {
-    let said = generation(source)?;
+    let config = generation(source)?;
     let values = [
-        ("do_sample", said.do_sample.map(Value::from)),
-        ("temperature", said.sampling.temperature.map(as_written)),
-        ("top_p", said.sampling.top_p.map(as_written)),
-        ("top_k", said.sampling.top_k.map(Value::from)),
-        ("min_p", said.sampling.min_p.map(as_written)),
+        ("do_sample", config.do_sample.map(Value::from)),
+        ("temperature", config.sampling.temperature.map(as_written)),
+        ("top_p", config.sampling.top_p.map(as_written)),
+        ("top_k", config.sampling.top_k.map(Value::from)),
+        ("min_p", config.sampling.min_p.map(as_written)),
     ];
     Ok(values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
 }
 
-/// A number with the few digits that name it in single precision, not the many of its double.
+/// Converts a number to JSON with the shortest digits that identify it in single precision.
 fn as_written(number: f32) -> Value {
     number.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
 
-/// What generation_config.json says itself, with nothing filled in from config.json; nothing if there is none.
+/// Reads generation_config.json, without values from config.json; the default if there is no such file.
 fn generation(source: &ModelSource) -> Result<GenerationConfig> {
     let nothing = HubConfig::from_entries(&source.spec.provenance.config, Map::new());
     match source.folder() {
@@ -521,7 +537,7 @@ fn held((assigned, forecast): (&Assigned, &ExecutorReport)) -> Held {
 fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<Memory> {
     let (limits, kv) = (&setup.limits, setup.kv);
     let page = page_bytes(&source.spec, kv.ty, limits.page_positions).context("a page is too large")?;
-    // Its own positions and its source's.
+    // Pages of the sequence and of its encoder input.
     let pages_each = setup.model.context.div_ceil(limits.page_positions) + limits.cross_table_len();
     let kv_per_sequence = pages_each.saturating_mul(page);
     let ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = *forecast;

@@ -1,8 +1,8 @@
-//! An inspection as text for people: sections with a title, aligned columns, at most 110 of them wide where
-//! names allow.
+//! Inspection as text: sections with a title and aligned columns, at most 110 characters wide unless names
+//! are longer.
 //!
-//! Invariant: says what the JSON form says, and works nothing out but sums. A row is one line, whatever a file has
-//! for a name.
+//! Invariant: it has the contents of the JSON output, and computes nothing but sums. A row is one line, even
+//! if a file name contains control characters.
 
 use super::{Held, Inspection, SpecificationValue, Tensor};
 use crate::cli::escape::one_line;
@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;
 
-/// One line for the tensors that are alike in all layers.
+/// Formats an inspection with one line for tensors that are alike in all layers.
 pub fn summary(inspection: &Inspection) -> String {
     render(inspection, grouped(&inspection.tensors))
 }
 
-/// A line for every tensor.
+/// Formats an inspection with a line for every tensor.
 pub fn whole(inspection: &Inspection) -> String {
     let row = |tensor: &Tensor| tensor_row(tensor, &tensor.name, 1, tensor.bytes);
     render(inspection, inspection.tensors.iter().map(row).collect())
@@ -33,7 +33,7 @@ fn render(inspection: &Inspection, tensors: Vec<Row>) -> String {
         format!("specification {}, numbers from {}", specification.file, file_name(&specification.config));
     section(&mut text, &title, &specification.values.iter().map(specification_row).collect::<Vec<_>>());
     let bytes: usize = inspection.tensors.iter().map(|tensor| tensor.bytes).sum();
-    let title = format!("tensors: {}, {} together", inspection.tensors.len(), size(bytes));
+    let title = format!("tensors: {}, {} in total", inspection.tensors.len(), size(bytes));
     section(&mut text, &title, &tensors);
     let unused = inspection.unused.iter().map(|it| row([&it.name, &size(it.bytes), it.why]));
     section(&mut text, "unused tensors", &unused.collect::<Vec<_>>());
@@ -44,7 +44,7 @@ fn render(inspection: &Inspection, tensors: Vec<Row>) -> String {
     text
 }
 
-/// A title with its rows, the columns aligned. Without rows, nothing.
+/// Appends a title and its rows with aligned columns. Appends nothing if there are no rows.
 fn section(text: &mut String, title: &str, rows: &[Row]) {
     if rows.is_empty() {
         return;
@@ -72,8 +72,8 @@ fn row<const N: usize>(cells: [&str; N]) -> Row {
 fn model(inspection: &Inspection) -> Vec<Row> {
     let ids: Vec<String> = inspection.end_tokens.ids.iter().map(u32::to_string).collect();
     let end = match inspection.end_tokens.said_by {
-        Some(who) => format!("{} ({who})", ids.join(", ")),
-        None => "none is named".to_owned(),
+        Some(origin) => format!("{} ({origin})", ids.join(", ")),
+        None => "none".to_owned(),
     };
     let setting = |(key, value): (&String, &Value)| format!("{key} {value}");
     let sampling: Vec<String> = inspection.sampling.iter().map(setting).collect();
@@ -89,10 +89,10 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     let files = inspection.files.iter().map(|file| file_name(file));
     rows.extend(files.map(|name| row(["file", &name])));
     rows.extend([row(["end tokens", &end]), row(["sampling", &sampling])]);
-    let said = inspection.conventions.iter().filter(|(_, value)| !value.is_null());
-    let said: Vec<String> = said.map(|(key, value)| format!("{key} {}", plain(value))).collect();
-    if !said.is_empty() {
-        rows.push(row(["conventions", &said.join(", ")]));
+    let defaults = inspection.conventions.iter().filter(|(_, value)| !value.is_null());
+    let defaults: Vec<String> = defaults.map(|(key, value)| format!("{key} {}", plain(value))).collect();
+    if !defaults.is_empty() {
+        rows.push(row(["prompting", &defaults.join(", ")]));
     }
     rows.extend(inspection.unserved.iter().map(|unserved| row(["not served", &setting(unserved)])));
     rows.push(row(["tokenizer", tokenizer]));
@@ -111,8 +111,8 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
     );
     let mlp = format!("{} {}, width {}{}", a.mlp, plain(&a.activation), a.mlp_width, biased(a.mlp_bias));
     let head = match a.tied_head {
-        Some(true) => "tied: the embedding's matrix",
-        Some(false) => "a matrix of its own",
+        Some(true) => "tied to the embedding",
+        Some(false) => "separate matrix",
         None => "none",
     };
     let layers = match a.encoder_layers {
@@ -141,7 +141,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
     rows.push(row(["vocabulary", &a.vocab.to_string()]));
     rows.push(row(["context", &a.context.to_string()]));
     if a.source_context > 0 {
-        rows.push(row(["source", &format!("{} tokens", a.source_context)]));
+        rows.push(row(["encoder context", &format!("{} tokens", a.source_context)]));
     }
     rows.push(row(["head", head]));
     rows
@@ -160,7 +160,7 @@ fn specification_row(value: &SpecificationValue) -> Row {
     let origin = match value.origin {
         "specification" => "written in the specification".to_owned(),
         "config" => format!("key {by}"),
-        "default" => format!("the specification's default, for there is no key {by}"),
+        "default" => format!("the specification's default, since there is no key {by}"),
         "derived" | "formula" => format!("{}: {by}", value.origin),
         _ => "the format's default".to_owned(),
     };
@@ -172,7 +172,7 @@ fn specification_row(value: &SpecificationValue) -> Row {
     row([&key, &plain(value.value.get("kind").unwrap_or(&value.value)), &origin])
 }
 
-/// Layers, runs of them by their ends.
+/// Formats layer numbers, with ranges for consecutive ones and at most three ranges.
 fn some_layers(layers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for layer in layers {
@@ -191,7 +191,7 @@ fn some_layers(layers: &[usize]) -> String {
     format!("{word} {}{more}", shown.collect::<Vec<_>>().join(", "))
 }
 
-/// One row for each name pattern and type; tensors keep their order.
+/// Returns one row per name pattern and type, in the order of the tensors.
 fn grouped(tensors: &[Tensor]) -> Vec<Row> {
     let mut groups: Vec<(&Tensor, usize, usize)> = Vec::new();
     for tensor in tensors {
@@ -216,7 +216,7 @@ fn tensor_row(tensor: &Tensor, name: &str, count: usize, bytes: usize) -> Row {
     row([name, tensor.role, &ty, &shape.join(" x "), &times, &size(bytes)])
 }
 
-/// A line of the paper's table, with the bytes.
+/// Returns the row of one device: its layers and heads, as in Table 4 of Shi et al. 2024, and its bytes.
 fn held(held: &Held) -> Row {
     let of = format!("weights {}, KV {}", size(held.weights), size(held.kv));
     row([&held.assigned.device, &held.assigned.to_string(), &size(held.total), &of])
@@ -229,20 +229,20 @@ fn memory_title(inspection: &Inspection) -> String {
 
 fn memory(inspection: &Inspection) -> Vec<Row> {
     let m = &inspection.memory;
-    // A device that takes no memory at all has room for any cache.
+    // A device that allocates no memory, such as the fake one, fits any cache.
     let less = m.total > 0 && m.kv < m.kv_for_slots;
     let verdict = match (m.total <= m.free, less) {
         (false, _) => "does not fit",
-        (true, true) => "fits, with less cache than all slots could use",
+        (true, true) => "fits, with a smaller cache than all slots could use",
         (true, false) => "fits",
     };
-    let longest = format!("room for sequences of {}", m.longest_tokens);
+    let longest = format!("fits sequences of {} tokens", m.longest_tokens);
     vec![
         row(["weights", &size(m.weights)]),
         row(["KV per token", &size(m.kv_per_token)]),
         row(["KV per sequence", &size(m.kv_per_sequence), &format!("of {} tokens", m.context_tokens)]),
         row(["KV for all slots", &size(m.kv_for_slots)]),
-        row(["KV the engine takes", &size(m.kv), &longest]),
+        row(["KV allocated", &size(m.kv), &longest]),
         row(["activations", &size(m.activations)]),
         row(["step buffers", &size(m.step_buffers)]),
         row(["total", &size(m.total), "weights, cache, activations and step buffers"]),
@@ -258,7 +258,7 @@ fn file_name(path: &Path) -> String {
     path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
 }
 
-/// A value without JSON's punctuation.
+/// Formats a value without JSON punctuation.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

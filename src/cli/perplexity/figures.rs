@@ -1,77 +1,81 @@
-//! What logits say of a text, and how far they are from those of a reference.
+//! Perplexity statistics: scores of a text's tokens by a model's logits, and their difference from a
+//! reference.
 //!
-//! Logarithms and sums are in F64, in the order of ids and of tokens. Invariant: only samples are stored, one of each kind for
-//! each scored token; every figure follows from them.
+//! Logarithms and sums are computed in F64, in the order of token ids and of the text's tokens.
+//! Invariant: only per-token scores are stored; all statistics are computed from them.
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-/// What was found of each scored token.
+/// Scores of all tokens so far.
 #[derive(Debug, Default)]
 pub struct Samples {
-    /// Negative log-probabilities.
+    /// Negative log-probability of each token.
     nll: Vec<f64>,
-    /// The reference's.
+    /// Negative log-probability of each token under the reference.
     reference_nll: Vec<f64>,
-    /// The divergence of the model's distribution from the reference's.
+    /// KL(reference || model) of the distributions before each token.
     kl: Vec<f64>,
-    /// Tokens before which both think the same one likeliest.
+    /// Number of tokens for which model and reference have the same top token.
     same_choice: usize,
+    /// Buffers for the log-probabilities of model and reference, (vocab,) each.
     room: [Vec<f64>; 2],
 }
 
-/// The figures. Log-probabilities and divergences are in nats.
+/// Statistics of the scored tokens. Log-probabilities and divergences are in nats.
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Figures {
-    /// How many were scored.
+    /// Number of scored tokens.
     pub tokens: usize,
     pub perplexity: Estimate,
-    /// Negative log-probability of a token.
+    /// Mean negative log-probability per token.
     pub nll: Estimate,
-    /// How far it is from a reference, where there is one.
+    /// Comparison with the reference, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub against: Option<Difference>,
 }
 
-/// How far a model is from its reference.
+/// Comparison of a model with its reference.
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Difference {
-    /// The reference's own.
+    /// Perplexity of the reference.
     pub perplexity: Estimate,
+    /// Mean negative log-probability per token under the reference.
     pub nll: Estimate,
-    /// KL(reference || model) of the distributions before a token.
+    /// Mean KL(reference || model) of the distributions before a token.
     pub kl: Estimate,
     pub kl_median: f64,
-    /// The 99th percentile.
+    /// The 99th percentile of the KL divergences.
     pub kl_p99: f64,
     pub kl_max: f64,
-    /// Share of tokens before which both think the same one likeliest.
+    /// Fraction of tokens for which model and reference have the same top token.
     pub same_choice: f64,
-    /// Mean difference of the true tokens' log-probabilities, without its sign.
+    /// Mean absolute difference of the true tokens' log-probabilities.
     pub logprob: f64,
 }
 
-/// A mean, or what follows from one.
+/// A mean, or a value derived from one, with its standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     pub value: f64,
-    /// Its standard error; there is none of a single sample.
+    /// Standard error; `None` for a single sample.
     pub error: Option<f64>,
 }
 
 impl Samples {
-    /// How many tokens were scored.
+    /// The number of scored tokens.
     pub fn len(&self) -> usize {
         self.nll.len()
     }
 
-    /// What there is of the perplexity; `None` before the first token.
+    /// The perplexity so far; `None` before the first token.
     pub fn perplexity(&self) -> Option<Estimate> {
         (!self.nll.is_empty()).then(|| Estimate::mean(&self.nll).exp())
     }
 
-    /// Scores `token` by the logits before it, F32 in little-endian, and by the reference's where there is one. Fails where they
-    /// make no distribution. Either every token has a reference or none.
+    /// Scores `token` by the logits before it, (vocab,) F32 in little-endian bytes, and by those of the
+    /// reference if there is one. Either all tokens have a reference or none. Fails if the logits do not
+    /// define a distribution.
     pub fn add(&mut self, token: u32, logits: &[u8], reference: Option<&[u8]>) -> Result<()> {
         let [own, other] = &mut self.room;
         log_softmax(logits, own)?;
@@ -86,7 +90,7 @@ impl Samples {
         Ok(())
     }
 
-    /// The figures of all tokens so far; `None` before the first.
+    /// Computes the statistics of all tokens so far; `None` before the first.
     pub fn figures(&self) -> Option<Figures> {
         let perplexity = self.perplexity()?;
         Some(Figures {
@@ -116,7 +120,7 @@ impl Samples {
 }
 
 impl Estimate {
-    /// The mean of at least one value, its error from how they differ: as if each were drawn by itself.
+    /// Computes the mean of at least one value. The standard error assumes independent values.
     fn mean(values: &[f64]) -> Estimate {
         let count = values.len() as f64;
         let mean = values.iter().sum::<f64>() / count;
@@ -125,14 +129,15 @@ impl Estimate {
         Estimate { value: mean, error }
     }
 
-    /// Its exponential, with the error that follows to first order.
+    /// Returns the exponential, with the error propagated to first order.
     fn exp(self) -> Estimate {
         let value = self.value.exp();
         Estimate { value, error: self.error.map(|error| value * error) }
     }
 }
 
-/// Log-probabilities of all tokens. A NaN, an infinite logit, and none above negative infinity are errors.
+/// Computes the log-probabilities of all tokens into `to`. Fails for a NaN, for an infinite logit, and if all
+/// logits are negative infinity.
 fn log_softmax(logits: &[u8], to: &mut Vec<f64>) -> Result<()> {
     to.clear();
     let (logits, _) = logits.as_chunks::<4>();
@@ -140,25 +145,26 @@ fn log_softmax(logits: &[u8], to: &mut Vec<f64>) -> Result<()> {
     let largest = to.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = to.iter().map(|logit| (logit - largest).exp()).sum();
     let log_sum = largest + sum.ln();
-    ensure!(log_sum.is_finite(), "the model's logits are no numbers, so there is no perplexity");
+    ensure!(log_sum.is_finite(), "the model's logits are not finite numbers, so perplexity is undefined");
     to.iter_mut().for_each(|logit| *logit -= log_sum);
     Ok(())
 }
 
-/// KL(p || q) of distributions given by their logarithms. Rounding may make that of near ones less than nothing.
+/// Computes KL(p || q) of distributions given by their logarithms. A negative result, which rounding can
+/// cause, is returned as 0.
 fn divergence(p: &[f64], q: &[f64]) -> f64 {
     let of_token = |(p, q): (&f64, &f64)| if p.exp() == 0.0 { 0.0 } else { p.exp() * (p - q) };
     let sum: f64 = p.iter().zip(q).map(of_token).sum();
     if sum < 0.0 { 0.0 } else { sum }
 }
 
-/// The likeliest token, the lowest on ties, as a greedy row draws it.
+/// Returns the most likely token, the lowest id on ties, like greedy sampling.
 fn likeliest(logprobs: &[f64]) -> usize {
     let better = |best: usize, id: usize| if logprobs[id] > logprobs[best] { id } else { best };
     (0..logprobs.len()).fold(0, better)
 }
 
-/// The least value that this share of the values is not above. They are in order.
+/// Returns the smallest of the sorted values that at least this fraction of them does not exceed.
 fn at_rank(sorted: &[f64], share: f64) -> f64 {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted[rank.clamp(1, sorted.len()) - 1]
@@ -176,11 +182,12 @@ mod tests {
         assert!((got - want).abs() <= 1e-12 * want.abs().max(1.0), "{got} is not {want}");
     }
 
-    /// Rows whose distributions are known fractions: halves and a quarter, and thirds.
+    /// Logits whose distributions are known fractions: a half and two quarters, and thirds.
     const HALVES: [f32; 3] = [std::f32::consts::LN_2, 0.0, 0.0];
     const THIRDS: [f32; 3] = [700.0, 700.0, 700.0];
 
-    /// By the formulas, of probabilities that are fractions. The logits are F32, so the logarithm of two is one too.
+    /// The statistics match their formulas for probabilities that are fractions. The logits are F32, and so
+    /// is ln 2.
     #[test]
     fn figures_are_what_the_formulas_give() {
         let mut samples = Samples::default();
@@ -195,7 +202,7 @@ mod tests {
         ];
         let nll = [-half[0], -third];
         let mean = (nll[0] + nll[1]) / 2.0;
-        // Of two samples: half of what they differ by.
+        // The standard error of two samples is half of their difference.
         let error = (nll[0] - nll[1]).abs() / 2.0;
         let figures = samples.figures().unwrap();
         assert_eq!(figures.tokens, 2);
@@ -211,12 +218,12 @@ mod tests {
         near(against.kl_p99, kl[0].max(kl[1]));
         near(against.kl_max, kl[0].max(kl[1]));
         near(against.logprob, ((half[0] - third).abs() + (half[2] - third).abs()) / 2.0);
-        // The first of equals is the likeliest.
+        // On ties the first token is the most likely one.
         near(against.same_choice, 1.0);
     }
 
     #[test]
-    fn a_model_is_as_far_from_itself_as_nothing() {
+    fn a_model_does_not_differ_from_itself() {
         let mut samples = Samples::default();
         let row: Vec<f32> = (0..997).map(|id| (id as f32 * 0.77).sin() * 30.0).collect();
         for token in 0..40 {
@@ -229,9 +236,10 @@ mod tests {
         assert_eq!((against.kl_max, against.same_choice, against.logprob), (0.0, 1.0, 0.0));
     }
 
-    /// What one of them calls impossible: nothing where the reference does, without bound where the model alone does.
+    /// Probability 0 contributes nothing if the reference has it, and an infinite divergence if only the
+    /// model has it.
     #[test]
-    fn the_impossible_costs_what_it_should() {
+    fn zero_probabilities_have_the_right_divergence() {
         let (all, some) = (bytes(&[0.0, 0.0]), bytes(&[0.0, f32::NEG_INFINITY]));
         let kl = |model: &[u8], reference: &[u8]| {
             let mut samples = Samples::default();
@@ -241,7 +249,7 @@ mod tests {
         near(kl(&all, &some), std::f64::consts::LN_2);
         assert_eq!(kl(&some, &all), f64::INFINITY);
         assert_eq!(kl(&some, &some), 0.0);
-        // Too unlikely for an F64 is as impossible.
+        // A probability that underflows in F64 counts as 0.
         let faint = bytes(&[0.0, -800.0]);
         assert_eq!((kl(&some, &faint), kl(&faint, &some)), (0.0, 0.0));
     }
@@ -260,7 +268,7 @@ mod tests {
     fn logits_without_a_distribution_are_refused() {
         for row in [[0.0, f32::NAN], [f32::INFINITY, 0.0], [f32::NEG_INFINITY; 2]] {
             let error = Samples::default().add(0, &bytes(&row), None).unwrap_err();
-            assert!(error.to_string().contains("no numbers"), "{error}");
+            assert!(error.to_string().contains("not finite"), "{error}");
         }
     }
 

@@ -1,7 +1,8 @@
-//! `mainstem perplexity`: how well a model foretells a text, and how far its distributions are from those of the same model
-//! in other number formats.
+//! `mainstem perplexity`: measures a model's perplexity on a text, and the difference of its distributions
+//! from those of a reference, such as the same model in other number formats.
 //!
-//! Invariant: what is measured is what is served: the configured devices, weights and cache, by the same schedule.
+//! Invariant: the measured model is the one that would be served: the same devices, weights, cache and
+//! scheduling.
 
 mod figures;
 mod report;
@@ -25,11 +26,11 @@ use std::process::ExitCode;
 use subject::{Reference, Subject};
 use tokio::select;
 
-/// Measure perplexity on a text, and the distance to the same model in other number formats.
+/// Measure perplexity on a text, and the difference from a reference model.
 ///
-/// The text is encoded as a whole, cut into chunks, and each chunk read by itself, through the kernels, the cache and
-/// the schedule that serve. One sequence is read at a time, whatever the scheduler's settings. docs/quantization.md
-/// says what each figure means.
+/// The text is tokenized as a whole and divided into chunks. Each chunk is evaluated independently, with the
+/// kernels, cache and scheduling used for serving; one sequence at a time, whatever the scheduler options.
+/// docs/quantization.md explains each value.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
@@ -39,7 +40,7 @@ Examples:
   mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json
   mainstem perplexity models/small --text wiki.test.raw --reference path/to/model")]
 pub struct PerplexityArgs {
-    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model_path: Option<String>,
     #[command(flatten)]
@@ -54,51 +55,52 @@ pub struct PerplexityArgs {
     log: LogFlags,
 }
 
-/// What is read, how, and what it is compared with.
+/// Options of the measurement.
 #[derive(Args)]
 struct Asked {
-    /// The text to read (UTF-8).
+    /// Text to evaluate (UTF-8).
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     text: PathBuf,
-    /// Tokens of a chunk; 512 unless given, or what the model was made for where that is less.
+    /// Tokens per chunk; by default 512, or the model's context length if that is less.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
-    /// Tokens from one chunk's first to the next one's; as many as a chunk has unless given.
+    /// Tokens between the beginnings of successive chunks; by default the chunk length.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     stride: Option<u32>,
-    /// Read no more chunks than these.
+    /// Maximum number of chunks to evaluate.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit_chunks: Option<u32>,
-    /// Compare with the model as stored (f32), or loaded by rules such as q8; without roundings on the way.
+    /// Compare with the model as stored (f32) or in other formats, such as q8; computed in f32.
     #[arg(long, value_name = "RULES", value_parser = against)]
     against: Option<Against>,
-    /// Compare with this model, which has the same vocabulary: as stored, unless --against has rules for it.
+    /// Compare with this model of the same vocabulary, as stored or in the formats of --against.
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     reference: Option<String>,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// What a model is compared with.
+/// Weight formats of the reference.
 #[derive(Clone, Debug)]
 struct Against {
-    /// What the user calls it.
+    /// The formats as the user gave them.
     name: String,
     weights: Weights,
 }
 
-/// Weights as stored for `f32`, for all that is stored widens to F32 as it is; else rules.
+/// Parses the value of `--against`: `f32` keeps the stored weights, since they widen to F32 exactly; anything
+/// else is a list of weight rules.
 fn against(text: &str) -> Result<Against, String> {
     let is_stored = QuantType::by_name(text) == Some(QuantType::F32);
     let weights = if is_stored { Weights::default() } else { Weights::parse(text)? };
     if !is_stored && weights == Weights::default() {
-        return Err("names no number format; f32 is the model as stored".to_owned());
+        return Err("no number format is given; f32 is the model as stored".to_owned());
     }
     Ok(Against { name: text.to_owned(), weights })
 }
 
-/// Measures what the arguments say and prints it. The code is 0, or 130 if it was interrupted.
+/// Runs the measurement and prints the report. The exit code is 0, or 130 after an interruption.
 pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let (asked, file, flags) = args.layers();
     let config = Config::of_process(file.as_deref(), flags)?;
@@ -110,7 +112,7 @@ pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
 }
 
 impl PerplexityArgs {
-    /// What is to be done, the configuration file, if one is named, and what goes before it.
+    /// Returns the measurement options, the configuration file, if given, and the flags that override it.
     fn layers(mut self) -> (Asked, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model_path);
@@ -124,7 +126,7 @@ impl PerplexityArgs {
     }
 }
 
-/// Reads the text, until it is through or a SIGINT comes; then the report is of what was read.
+/// Evaluates the text until its end or a SIGINT. The report covers what was evaluated.
 async fn measured(asked: &Asked, config: Config) -> Result<Report> {
     let subject = Subject::open(asked, config).await?;
     let mut report = Report::new(&subject);
@@ -138,7 +140,8 @@ async fn measured(asked: &Asked, config: Config) -> Result<Report> {
     Ok(report)
 }
 
-/// Loads what is to be read with, and reads chunk after chunk; what is done when the future is dropped stands in the report.
+/// Loads the models and scores all chunks into the report. If the future is dropped, the report keeps what
+/// was done.
 async fn read_all(subject: &Subject, report: &mut Report, bar: &ProgressBar) -> Result<()> {
     bar.set_message("loading");
     let Subject { config, source, tokenizer, cut, .. } = subject;
@@ -159,7 +162,7 @@ async fn read_all(subject: &Subject, report: &mut Report, bar: &ProgressBar) -> 
     Ok(())
 }
 
-/// Reads a chunk and scores its tokens. Of logits no more than a step's are held.
+/// Evaluates a chunk and scores its tokens. Only one step's logits are held at a time.
 async fn read(
     chunk: &Chunk<'_>,
     model: &mut Reader,
@@ -181,7 +184,7 @@ async fn read(
     Ok(())
 }
 
-/// An error that is the command line's.
+/// Returns an error in the command line.
 fn usage(message: impl Into<String>) -> Error {
     ConfigError { origin: Source::CommandLine, message: message.into() }.into()
 }
@@ -212,9 +215,9 @@ mod tests {
     fn a_reference_is_the_stored_model_or_has_rules() {
         assert_eq!(against("fp32").unwrap().weights, Weights::default());
         assert_eq!(against("head=q6,q4").unwrap().weights, Weights::parse("head=q6,q4").unwrap());
-        for (wrong, told) in [("", "no number format"), ("q9", "'q9'"), ("stored", "'stored'")] {
+        for (wrong, part) in [("", "no number format"), ("q9", "'q9'"), ("stored", "'stored'")] {
             let error = against(wrong).unwrap_err();
-            assert!(error.contains(told), "{wrong}: {error}");
+            assert!(error.contains(part), "{wrong}: {error}");
         }
     }
 }

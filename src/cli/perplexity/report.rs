@@ -1,6 +1,6 @@
-//! What was measured, as a table to read and as JSON.
+//! Perplexity report, as a table and as JSON.
 //!
-//! Invariant: both forms show the same figures, of what was read and no more.
+//! Invariant: both formats show the same values, and only of the chunks that were evaluated.
 
 use super::figures::{Difference, Estimate, Figures, Samples};
 use super::subject::Subject;
@@ -12,64 +12,70 @@ use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-/// All that one run has to tell.
+/// The results of one run.
 pub struct Report {
     model: ModelFacts,
     settings: Settings,
     text: TextFacts,
     reference: Option<ReferenceFacts>,
-    /// What computed: its name, instruction set and threads. Empty if nothing was loaded.
+    /// Device name, instruction set and threads. Empty if nothing was loaded.
     pub device: String,
     pub samples: Samples,
-    /// Chunks that were read; rows of the model's, and the time they took.
+    /// Chunks evaluated so far.
     chunks: usize,
+    /// Rows evaluated so far by the model.
     rows: usize,
+    /// Time of the model's steps so far.
     time: Duration,
-    /// It ended before everything was read.
+    /// Whether the run ended before all chunks were evaluated.
     pub interrupted: bool,
 }
 
+/// Configured values that affect the result.
 #[derive(Serialize)]
 struct Settings {
     activations: &'static str,
     kv_type: &'static str,
+    /// KV page size in tokens.
+    #[serde(rename = "page_positions")]
     page_positions: usize,
 }
 
-/// What there was to read.
+/// The text and its division into chunks.
 #[derive(Serialize)]
 struct TextFacts {
     file: String,
     tokens: usize,
-    /// Tokens of a chunk, and from one chunk's first to the next one's.
+    /// Tokens per chunk.
     context: usize,
+    /// Tokens between the beginnings of successive chunks.
     stride: usize,
-    /// Chunks that were to be read.
+    /// Number of selected chunks.
     chunks: usize,
 }
 
-/// What the model was compared with; its activations and cache are F32.
+/// The reference model. Its activations and KV cache are F32.
 #[derive(Serialize)]
 struct ReferenceFacts {
-    /// Null where it is the same.
+    /// Name of the reference; null if it is the measured model.
     model: Option<String>,
     weights: String,
     weight_bytes: usize,
     dtype: String,
 }
 
-/// The report as JSON has it.
+/// The report in JSON.
 #[derive(Serialize)]
 struct Document<'a> {
     mainstem: &'static str,
     device: &'a str,
     model: &'a ModelFacts,
-    /// Of a number, its share of scales counted.
+    /// Bits per weight, including scales.
     bits: f64,
     settings: &'a Settings,
     text: &'a TextFacts,
     reference: &'a Option<ReferenceFacts>,
-    /// Null if nothing was scored.
+    /// Statistics; null if no token was scored.
     figures: Option<Figures>,
     chunks_read: usize,
     tokens_per_s: Option<f64>,
@@ -77,7 +83,7 @@ struct Document<'a> {
 }
 
 impl Report {
-    /// A report on that subject, with nothing read yet.
+    /// Creates a report without results.
     pub fn new(subject: &Subject) -> Report {
         let config = &subject.config;
         Report {
@@ -115,21 +121,23 @@ impl Report {
         }
     }
 
-    /// Notes that the model is through with another chunk.
+    /// Records that the model has evaluated another chunk.
     pub fn read(&mut self, model: &Reader) {
         self.chunks += 1;
-        (self.rows, self.time) = (model.read, model.time);
+        (self.rows, self.time) = (model.rows_read, model.time);
     }
 
-    /// Rows of the model in a second of its own time.
+    /// Rows per second of the model's step time.
     fn tokens_per_s(&self) -> Option<f64> {
         (self.rows > 0).then(|| self.rows as f64 / self.time.as_secs_f64())
     }
 
+    /// Bits per weight, including scales.
     fn bits(&self) -> f64 {
         8.0 * self.model.weight_bytes as f64 / self.model.parameters.max(1) as f64
     }
 
+    /// Formats the report as JSON.
     pub fn json(&self) -> String {
         let document = Document {
             mainstem: env!("CARGO_PKG_VERSION"),
@@ -148,18 +156,17 @@ impl Report {
         text.expect("a report is plain data; anything else is a bug") + "\n"
     }
 
-    /// A line for each figure.
+    /// Formats the report as text, one line per value.
     pub fn table(&self) -> String {
         let mut lines = self.head();
         match self.samples.figures() {
             Some(figures) => lines.extend(self.figures(&figures)),
-            None => lines.push(("note", "interrupted before a chunk was read".to_owned())),
+            None => lines.push(("note", "interrupted before a chunk was evaluated".to_owned())),
         }
         if self.interrupted && self.samples.figures().is_some() {
             let Report { chunks, text, .. } = self;
-            let told =
-                format!("interrupted after {chunks} of {} whole chunks, and a part of the next", text.chunks);
-            lines.push(("note", told));
+            let note = format!("interrupted after {chunks} of {} chunks and a part of the next", text.chunks);
+            lines.push(("note", note));
         }
         let mut table = String::new();
         for (name, value) in lines {
@@ -172,7 +179,7 @@ impl Report {
         let Report { model, settings, text, .. } = self;
         let TextFacts { file, tokens, context, stride, .. } = text;
         vec![
-            ("model", format!("{}, {}, {:.3} bits a weight", model.name, model.dtype, self.bits())),
+            ("model", format!("{}, {}, {:.3} bits per weight", model.name, model.dtype, self.bits())),
             ("computed with", format!("activations {}, cache {}", settings.activations, settings.kv_type)),
             ("text", format!("{file}, {tokens} tokens, chunks of {context} every {stride}")),
         ]
@@ -190,7 +197,7 @@ impl Report {
                 ),
             ),
             ("perplexity", perplexity.to_string()),
-            ("NLL", format!("{nll} nats a token")),
+            ("NLL", format!("{nll} nats per token")),
         ];
         if let Some(speed) = self.tokens_per_s() {
             lines.push(("speed", format!("{speed:.0} tokens/s")));
@@ -210,15 +217,15 @@ impl Difference {
         [
             ("reference", format!("{weights} ({dtype}), activations f32, cache f32")),
             ("  perplexity", perplexity.to_string()),
-            ("  KL", format!("{:.3e}{error} nats a token", kl.value)),
-            ("  KL of a token", format!("median {kl_median:.3e}, 99 % {kl_p99:.3e}, largest {kl_max:.3e}")),
-            ("  same choice", format!("{:.3} %", 100.0 * same_choice)),
-            ("  log-probability", format!("{logprob:.3e} nats apart")),
+            ("  KL", format!("{:.3e}{error} nats per token", kl.value)),
+            ("  KL per token", format!("median {kl_median:.3e}, p99 {kl_p99:.3e}, max {kl_max:.3e}")),
+            ("  same top token", format!("{:.3} %", 100.0 * same_choice)),
+            ("  log-probability", format!("mean difference {logprob:.3e} nats")),
         ]
     }
 }
 
-/// With its error, to its fourth decimal.
+/// Formats the value with its standard error, to four decimals.
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:.4}", self.value)?;

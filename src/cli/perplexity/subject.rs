@@ -1,6 +1,6 @@
-//! What is measured: a model, a text that is cut for it, and what the model is compared with.
+//! Setup of a perplexity measurement: a model, a text divided into chunks, and the reference.
 //!
-//! Invariant: each chunk is within the model's context, and each token within its vocabulary.
+//! Invariant: each chunk fits the model's context, and each token is in its vocabulary.
 
 use super::{Against, Asked, usage};
 use crate::cli::reading::{CONTEXT, Chunk, Cut, check_kind, text_of, tokens_of};
@@ -14,42 +14,42 @@ use mainstem_kernels::{Inputs, QuantType, Share};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A model and a text.
+/// An opened model with a tokenized text and an optional reference.
 pub struct Subject {
     pub config: Config,
     pub source: Arc<ModelSource>,
     pub tokenizer: Arc<Tokenizer>,
-    /// Where the text is.
+    /// File of the text.
     pub text: PathBuf,
-    /// All of it; at least two.
+    /// Tokens of the whole text; at least two.
     pub tokens: Vec<u32>,
     pub cut: Cut,
-    /// Chunks to read, at most.
+    /// Maximum number of chunks to evaluate.
     pub limit: usize,
     pub reference: Option<Reference>,
 }
 
-/// What the model is compared with.
+/// The reference that the model is compared with.
 pub struct Reference {
-    /// The flag that it came with.
+    /// The flag that selects it, for error messages.
     pub flag: &'static str,
-    /// What the user calls its number formats.
+    /// Its weight formats, as the user gave them.
     pub name: String,
-    /// Of another model.
+    /// Model name; `None` if it is the measured model.
     pub model: Option<String>,
     pub config: Config,
     pub source: Arc<ModelSource>,
 }
 
 impl Subject {
-    /// Opens the configured model and reads the text; weights are not loaded yet. Fails for what is no decoder, and for a text or a
-    /// context that does not suit it.
+    /// Opens the configured model and the reference, and reads the text; weights are not loaded yet. Fails if
+    /// a model is not decoder-only, or if the text or the chunk length does not suit it.
     pub async fn open(asked: &Asked, mut config: Config) -> Result<Subject> {
         let text = text_of(&asked.text)?;
         config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
         let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
         let (source, tokenizer) = start::configured(&model, &config.model)?;
-        check_kind(&source, "perplexity is measured of")?;
+        check_kind(&source, "perplexity supports")?;
         check_config(&config)?;
         let cut = cut(asked, &config, &source)?;
         let tokens = tokens_of(&text, &tokenizer, &source);
@@ -69,14 +69,14 @@ impl Subject {
         Ok(Subject { config, source, tokenizer, text: asked.text.clone(), tokens, cut, limit, reference })
     }
 
-    /// The chunks that are read; at least one.
+    /// Returns the selected chunks; at least one.
     pub fn chunks(&self) -> Vec<Chunk<'_>> {
         self.cut.chunks(&self.tokens).take(self.limit).collect()
     }
 }
 
 impl Reference {
-    /// The same model, loaded as is said, and computed without roundings on the way: neither activations nor cache are coded.
+    /// Opens `model` as the reference, with the given weight formats and with F32 activations and KV cache.
     fn open(against: &Against, model: &ModelRef, config: &Config) -> Result<Reference> {
         let mut config = config.clone();
         config.model.weights = against.weights.clone();
@@ -86,8 +86,8 @@ impl Reference {
         Ok(Reference { flag: "--against", name: against.name.clone(), model: None, config, source })
     }
 
-    /// Another model, loaded likewise; as it is stored if nothing is said. What is configured of the model that is measured is not
-    /// for this one.
+    /// Opens another model as the reference, as stored if `against` is `None`. The specification and chat
+    /// template configured for the measured model do not apply to it.
     async fn other(path: &str, against: Option<&Against>, config: &Config) -> Result<Reference> {
         let mut config = config.clone();
         let own = ModelConfig { path: path.to_owned(), spec: None, chat_template: None, ..config.model };
@@ -98,27 +98,31 @@ impl Reference {
         Ok(Reference { flag: "--reference", model: Some(same.source.name()), ..same })
     }
 
-    /// Refuses a model that has another vocabulary, or reads other tokens in the text.
+    /// Fails if the reference has another vocabulary size than `measured` or tokenizes the text differently.
     fn check_same(&self, measured: &ModelSource, text: &str, tokens: &[u32]) -> Result<()> {
         let (own, other) = (self.source.spec.vocab, measured.spec.vocab);
         ensure!(
             own == other,
-            "{} has a vocabulary of {own}, and {} one of {other}: they cannot be compared",
+            "cannot compare {}, whose vocabulary has {own} tokens, with {}, whose vocabulary has {other}",
             self.source.name(),
             measured.name()
         );
         let read = start::tokenizer(&self.source)?.encode(text, true)?;
-        ensure!(read == tokens, "the tokenizer of {} makes other tokens of the text", self.source.name());
+        ensure!(
+            read == tokens,
+            "the tokenizer of {} produces different tokens for the text",
+            self.source.name()
+        );
         Ok(())
     }
 
-    /// Refuses what cannot read chunks like that.
+    /// Fails if the reference cannot evaluate the chunks.
     fn check_reads(&self, cut: &Cut) -> Result<()> {
-        check_kind(&self.source, "perplexity is measured against")?;
+        check_kind(&self.source, "perplexity supports")?;
         let context = self.source.spec.context;
         ensure!(
             cut.context <= context,
-            "{} was made for {context} tokens, and chunks have {}: --context says otherwise",
+            "{} has a context length of {context} tokens, but chunks have {}; set --context",
             self.source.name(),
             cut.context
         );
@@ -126,29 +130,27 @@ impl Reference {
     }
 }
 
-/// Refuses what would have no part in what is measured.
+/// Fails for options that do not affect the measurement.
 fn check_config(config: &Config) -> Result<()> {
     match config.kv.attended == Share::ALL {
         true => Ok(()),
         false => Err(usage(
-            "kv.attended_share is for tokens that are drawn, and a text's are read: only 1 can be measured",
+            "kv.sparse_attention must be 1, because it applies to generated tokens and not to those of a text",
         )),
     }
 }
 
-/// How the text is cut, as far as the model's context and the configured one allow.
+/// Returns chunk length and stride. Fails if they exceed the model's context or `kv.max_context`.
 fn cut(asked: &Asked, config: &Config, source: &ModelSource) -> Result<Cut> {
     let made_for = source.spec.context;
-    let most = config.kv.max_context.map_or(made_for, |most| most.min(made_for));
-    let context = asked.context.map_or(CONTEXT.min(most), |tokens| tokens as usize);
-    if context > most {
-        return Err(usage(format!("--context {context}: {} has a context of {most} tokens", source.name())));
+    let limit = config.kv.max_context.map_or(made_for, |limit| limit.min(made_for));
+    let context = asked.context.map_or(CONTEXT.min(limit), |tokens| tokens as usize);
+    if context > limit {
+        return Err(usage(format!("--context {context}: {} has a context of {limit} tokens", source.name())));
     }
     let stride = asked.stride.map_or(context, |tokens| tokens as usize);
     if stride > context {
-        return Err(usage(format!(
-            "--stride {stride}: tokens between chunks of {context} would never be read"
-        )));
+        return Err(usage(format!("--stride {stride}: must be at most the chunk length, {context}")));
     }
     Ok(Cut { context, stride })
 }

@@ -1,6 +1,6 @@
-//! `mainstem plan`: how fast a model would be, divided among devices in one way or another.
+//! `mainstem plan`: predicts the speed of a model for different partitions over devices.
 //!
-//! Invariant: nothing of the model is loaded; of this machine no more is measured than the plan goes by.
+//! Invariant: no weights are loaded, and only what the plan needs is measured on this machine.
 
 mod subject;
 
@@ -23,15 +23,15 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use subject::Subject;
 
-/// Compare ways to divide a model among devices.
+/// Compare partitions of a model over devices.
 ///
-/// Every split into stages of equal size is forecast, by layers, by tensors and both, and the configured one:
-/// how fast one sequence is decoded, how fast as many as keep all stages busy, and what each device holds.
-/// docs/partition.md says how the forecast is made.
+/// Predicts every split into stages of equal size, by layers, by tensors and both, and the configured split:
+/// the decode speed of one sequence, the throughput with all stages busy, and the memory of each device.
+/// docs/partition.md describes the prediction.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  mainstem plan --partition                               the demo model on four devices of this machine
+  mainstem plan --partition                               demo model on four devices of this machine
   mainstem plan --partition path/to/model --devices \"0;1\"
   mainstem plan --partition --shape 8B --devices \"0&1;2\" --layers 24,8 --json
   mainstem plan --partition --shape falcon-40b --hardware v100x4
@@ -39,27 +39,27 @@ Examples:
 pub struct PlanArgs {
     /// Plan a partition over several devices.
     #[arg(long, required = true)]
-    #[allow(dead_code, reason = "what is planned is named, for there will be other plans")]
+    #[allow(dead_code, reason = "the kind of plan is explicit, so that others can be added")]
     partition: bool,
-    /// Folder, file or hf:owner/name[@revision]; without one, the built-in demo model
+    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath, conflicts_with = "shape")]
     model: Option<String>,
-    /// A shape instead of files: 8B, 1B:f32, falcon-40b, or layers=40,hidden=5120,...
+    /// Model shape instead of files: 8B, 1B:f32, falcon-40b, or layers=40,hidden=5120,...
     #[arg(long, value_name = "SHAPE")]
     shape: Option<String>,
-    /// The machine: v100x4, cpu (this one, measured) or a file (TOML).
+    /// Hardware: v100x4, cpu (this machine, measured) or a file (TOML).
     #[arg(long, value_name = "HARDWARE", default_value = "cpu")]
     hardware: String,
-    /// Time of a message between devices, such as 50us, instead of the machine's.
+    /// Link latency between devices, such as 50us, overriding the hardware's.
     #[arg(long, value_name = "TIME")]
     link_latency: Option<String>,
-    /// Speed of a link, such as 12GB/s, instead of the machine's.
+    /// Link bandwidth, such as 12GB/s, overriding the hardware's.
     #[arg(long, value_name = "SPEED")]
     link_bandwidth: Option<String>,
-    /// Sequences of one step.
+    /// Sequences per step.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     batch: u32,
-    /// Tokens that each sequence has in the cache.
+    /// Cached tokens per sequence.
     #[arg(long, value_name = "TOKENS", default_value_t = 512)]
     context: u32,
     /// Configuration file (TOML).
@@ -67,15 +67,15 @@ pub struct PlanArgs {
     config: Option<PathBuf>,
     #[command(flatten)]
     devices: PartitionFlags,
-    /// Compute threads of each device; 0 divides the cores among them.
+    /// Compute threads per device; 0 divides the cores among the devices.
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
-    /// Answer in JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// Plans what the arguments say and prints it.
+/// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
     let (asked, config) = args.asked()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
@@ -87,7 +87,7 @@ pub fn run(args: PlanArgs) -> Result<()> {
     print("plan", &text)
 }
 
-/// What is planned, beside what the configuration says.
+/// Options of the plan that are not part of the configuration.
 struct Asked {
     shape: Option<String>,
     hardware: String,
@@ -95,7 +95,7 @@ struct Asked {
     link_bandwidth: Option<f64>,
     batch: usize,
     context: usize,
-    /// The devices are as somebody said.
+    /// Whether the devices are configured explicitly.
     is_said: bool,
     json: bool,
 }
@@ -128,7 +128,7 @@ impl PlanArgs {
 }
 
 impl Asked {
-    /// The machine, with the links that are asked for.
+    /// Returns the hardware, with the link options applied.
     fn hardware(&self, config: &DeviceConfig) -> Result<Hardware> {
         let mut hardware = match self.hardware.as_str() {
             "v100x4" => v100x4(),
@@ -147,17 +147,19 @@ fn usage(flag: &str, reason: &str) -> ConfigError {
     ConfigError { origin: Source::CommandLine, message: format!("{flag}: {reason}") }
 }
 
-/// All there is to say. Its field names are the keys of the JSON form.
+/// The complete plan. Its field names are the keys of the JSON output.
 #[derive(Serialize)]
 struct Plan {
     model: Model,
     hardware: Machine,
-    /// Sequences of one step, and tokens that each has in the cache.
+    /// Sequences per step.
     batch: usize,
+    /// Cached tokens per sequence.
     context: usize,
     partitions: Vec<Planned>,
 }
 
+/// The planned model.
 #[derive(Serialize)]
 struct Model {
     name: String,
@@ -165,68 +167,75 @@ struct Model {
     weight_bytes: f64,
 }
 
-/// The devices are in the order of `--devices`.
+/// The hardware of a plan. Devices are in the order of `--devices`.
 #[derive(Serialize)]
 struct Machine {
     name: String,
     devices: Vec<DeviceFigures>,
-    /// Bytes per second, and bytes, of a memory that devices share; null where they do not, or it is not known.
+    /// Bytes per second of the memory that all devices share; null if it is not shared or not known.
     bandwidth_together: Option<f64>,
+    /// Bytes of the memory that all devices share; null if it is not shared or not known.
     memory_together: Option<f64>,
-    /// Between the members of a stage, and from one stage to the next.
+    /// Link between the ranks of a stage.
     within: LinkFigures,
+    /// Link between successive stages.
     between: LinkFigures,
 }
 
-/// Speeds in bytes and operations per second. The name is that of the configuration, whose devices stand for the machine's
-/// in order.
+/// A device of a plan. Speeds are in bytes and operations per second. The name is that of the configured
+/// device that has the same position as the machine's device.
 #[derive(Serialize)]
 struct DeviceFigures {
     device: String,
     bandwidth: f64,
-    /// Bytes; null where it is not known.
+    /// Bytes of the device's own memory; null if not known.
     memory: Option<f64>,
     flops: f64,
     op_us: f64,
 }
 
-/// In bytes per second.
+/// A link of a plan. The bandwidth is in bytes per second.
 #[derive(PartialEq, Serialize)]
 struct LinkFigures {
     latency_us: f64,
     bandwidth: f64,
 }
 
-/// One way to divide it.
+/// One partition of a plan.
 #[derive(Serialize)]
 struct Planned {
     strategy: &'static str,
-    /// As it is said by `--devices`.
+    /// Device groups in the format of `--devices`.
     devices: String,
-    /// Whether it is the one that is configured.
+    /// Whether it is the configured partition.
     configured: bool,
-    /// Why it cannot be.
+    /// Why the partition is impossible; null if it is possible.
     refused: Option<String>,
     #[serde(flatten)]
     figures: Option<Figures>,
 }
 
+/// Predicted speed and memory of a partition.
 #[derive(Serialize)]
 struct Figures {
-    /// Of each stage.
+    /// Layers per stage.
     layers: Vec<usize>,
+    /// Time of a step per stage.
     stage_ms: Vec<f64>,
+    /// Decode speed of one sequence.
     decode_tokens_per_s: f64,
+    /// Tokens per second with one step in flight.
     throughput_one_lane: f64,
+    /// Tokens per second with a step in flight per stage.
     throughput_lanes: f64,
-    /// Of each device, stage by stage, by rank.
+    /// Bytes per device, stage by stage, by rank.
     bytes: Vec<Vec<f64>>,
     fits: bool,
 }
 
 impl Plan {
     fn of(asked: &Asked, mut config: Config) -> Result<Plan> {
-        let _spinner = spinner::Spinner::start("looking at model and machine");
+        let _spinner = spinner::Spinner::start("inspecting model and hardware");
         config.model = start::fetched(config.model, &config.hub)?;
         let subject = Subject::of(asked.shape.as_deref(), &config)?;
         let hardware = asked.hardware(&config.device)?;
@@ -268,6 +277,7 @@ fn finite(figure: f64) -> Option<f64> {
     figure.is_finite().then_some(figure)
 }
 
+/// The inputs of all predictions of a plan.
 struct Planner<'a> {
     subject: &'a Subject,
     hardware: &'a Hardware,
@@ -303,7 +313,7 @@ impl Planner<'_> {
         let shape = &self.subject.shape;
         let fits = |shard: &_| self.subject.fits(shard);
         let partition = match split::partition(config, shape, place, fits) {
-            // How fast it would be is worth knowing all the same.
+            // The speed is predicted even if the memory does not suffice.
             Err(Refusal::Memory { .. }) => split::partition(config, shape, roomy, fits)?,
             planned => planned?,
         };
@@ -329,8 +339,9 @@ impl Figures {
     }
 }
 
-/// The configuration; with four devices where no flag says which and no more than one is configured. Whether somebody said
-/// which, or what belongs to each, too.
+/// Loads the configuration for comparing partitions: unless a flag sets the devices or more than one is
+/// configured, it has four devices. Also returns whether the devices, or their layers or shares, are set
+/// explicitly.
 pub fn with_several(file: Option<&Path>, mut flags: Overrides) -> Result<(Config, bool), ConfigError> {
     const COUNTS: [&str; 2] = ["device.layers", "device.shares"];
     let mut without_counts = flags.clone();
@@ -340,11 +351,11 @@ pub fn with_several(file: Option<&Path>, mut flags: Overrides) -> Result<(Config
         return Ok((Config::of_process(file, flags)?, true));
     }
     flags.set("device.groups", Some(DEVICES));
-    // Counts that a file has are for its one device, not for these.
-    let (said, not_said): (Vec<_>, Vec<_>) = COUNTS.into_iter().partition(|counts| flags.sets(counts));
-    not_said.into_iter().for_each(|counts| flags.set(counts, Some("")));
-    Ok((Config::of_process(file, flags)?, !said.is_empty()))
+    // Counts in a file are for its single device, not for these.
+    let (set, unset): (Vec<_>, Vec<_>) = COUNTS.into_iter().partition(|counts| flags.sets(counts));
+    unset.into_iter().for_each(|counts| flags.set(counts, Some("")));
+    Ok((Config::of_process(file, flags)?, !set.is_empty()))
 }
 
-/// Devices to compare when nobody says.
+/// Default devices for comparing partitions.
 const DEVICES: &str = "0;1;2;3";

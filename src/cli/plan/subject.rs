@@ -1,6 +1,6 @@
-//! The model that a plan is for: one with files, or only a shape.
+//! The model of a plan: a model with files, or only a shape.
 //!
-//! Invariant: no weight is read, and none is made up.
+//! Invariant: no weights are read or generated.
 
 use crate::cli::start;
 use crate::config::{Config, ConfigError, Source};
@@ -14,21 +14,22 @@ use crate::specs;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 
-/// The paper's model.
+/// Name of the model measured by Shi et al. 2024.
 const FALCON: &str = "falcon-40b";
 
-/// Most layers of a shape, and the largest of its other sizes: products of three can be counted.
+/// Maximum layers of a shape.
 const LAYERS_MAX: usize = 1_000;
+/// Maximum of a shape's other sizes, so that a product of three does not overflow.
 const SIZE_MAX: usize = 1_000_000;
 
-/// A model to plan for.
+/// The shape of a planned model, and the opened model if there is one.
 pub struct Subject {
     pub shape: ModelShape,
     source: Option<ModelSource>,
 }
 
 impl Subject {
-    /// The shape, or else the configured model.
+    /// Parses `shape`, or opens the configured model if there is none. Fails for an encoder-only model.
     pub fn of(shape: Option<&str>, config: &Config) -> Result<Subject> {
         if let Some(text) = shape {
             return Ok(Subject { shape: named(text, config.kv.ty)?, source: None });
@@ -39,11 +40,12 @@ impl Subject {
         }
         let source = start::source(&model, &config.model)?;
         let is_encoder = source.spec.kind == Kind::Encoder;
-        ensure!(!is_encoder, "{} is an encoder, and what a plan forecasts is decoding", source.name());
+        ensure!(!is_encoder, "{} is an encoder-only model, but plans predict decoding", source.name());
         Ok(Subject { shape: opened::shape(&source, config.kv.ty), source: Some(source) })
     }
 
-    /// Whether such a shard can be made. Of a shape, no more is known than its heads and their blocks.
+    /// Checks that a shard is possible. For a shape, only its attention heads and their quantization blocks
+    /// are checked.
     pub fn fits(&self, shard: &Shard) -> Result<(), Unfit> {
         if let Some(source) = &self.source {
             return opened::fits(source, shard);
@@ -64,7 +66,7 @@ impl Subject {
     }
 }
 
-/// A shape by its name, or by its sizes.
+/// Parses a shape given by name or by sizes.
 fn named(text: &str, kv: QuantType) -> Result<ModelShape> {
     if text.eq_ignore_ascii_case(FALCON) {
         return Ok(ModelShape::uniform(FALCON, &FALCON_40B));
@@ -74,21 +76,23 @@ fn named(text: &str, kv: QuantType) -> Result<ModelShape> {
     }
     let found = Shape::named(text).map_err(|error| {
         usage(format!(
-            "{error:#}; {FALCON} is one too, and any is layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000"
+            "{error:#}; {FALCON} is also known, and sizes are given like \
+             layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000"
         ))
     });
     of_shape(&found?, kv)
 }
 
 fn of_shape(shape: &Shape, kv: QuantType) -> Result<ModelShape> {
-    let file = SpecFile::for_model_type(specs::SYNTHETIC).context("the shipped specification is read")?;
+    let file =
+        SpecFile::for_model_type(specs::SYNTHETIC).context("the built-in specification cannot be read")?;
     Ok(ModelShape::of_spec(&shape.to_string(), &shape.resolve(file)?, |_| shape.ty, kv))
 }
 
-/// `layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000`, with `kv_heads`, `head_dim`, `gated`, `tied` and `type` if they
-/// are not those of a plain Llama.
+/// Parses sizes such as `layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000`. `kv_heads`, `head_dim`,
+/// `gated`, `tied` and `type` are optional, with the defaults of a plain Llama.
 fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
-    let mut of = Uniform {
+    let mut shape = Uniform {
         layers: 0,
         hidden: 0,
         heads: 0,
@@ -102,30 +106,31 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
         kv,
     };
     for pair in text.split(',') {
-        let (name, value) = pair.split_once('=').ok_or_else(|| format!("'{pair}' is no size"))?;
+        let (name, value) =
+            pair.split_once('=').ok_or_else(|| format!("'{pair}' is not of the form SIZE=NUMBER"))?;
         let number = || {
             let most = if name.trim() == "layers" { LAYERS_MAX } else { SIZE_MAX };
             let number = value.parse().ok().filter(|number| (1..=most).contains(number));
             number.ok_or_else(|| format!("{name} must be a whole number from 1 to {most}"))
         };
         match name.trim() {
-            "layers" => of.layers = number()?,
-            "hidden" => of.hidden = number()?,
-            "heads" => of.heads = number()?,
-            "kv_heads" => of.kv_heads = number()?,
-            "head_dim" => of.head_dim = number()?,
-            "ffn" => of.ffn = number()?,
-            "vocab" => of.vocab = number()?,
-            "gated" => of.gated = said(name, value)?,
-            "tied" => of.tied = said(name, value)?,
+            "layers" => shape.layers = number()?,
+            "hidden" => shape.hidden = number()?,
+            "heads" => shape.heads = number()?,
+            "kv_heads" => shape.kv_heads = number()?,
+            "head_dim" => shape.head_dim = number()?,
+            "ffn" => shape.ffn = number()?,
+            "vocab" => shape.vocab = number()?,
+            "gated" => shape.gated = said(name, value)?,
+            "tied" => shape.tied = said(name, value)?,
             "type" => {
-                of.weights =
+                shape.weights =
                     QuantType::by_name(value).ok_or_else(|| format!("there is no number format '{value}'"))?
             }
             other => return Err(format!("there is no size '{other}'")),
         }
     }
-    filled(of).map(|of| ModelShape::uniform(text, &of))
+    filled(shape).map(|shape| ModelShape::uniform(text, &shape))
 }
 
 fn said(name: &str, value: &str) -> Result<bool, String> {
@@ -136,26 +141,26 @@ fn said(name: &str, value: &str) -> Result<bool, String> {
     }
 }
 
-/// What is needed must be there; the rest follows.
-fn filled(of: Uniform) -> Result<Uniform, String> {
+/// Checks that the required sizes are given and derives the optional ones.
+fn filled(shape: Uniform) -> Result<Uniform, String> {
     let needed = [
-        ("layers", of.layers),
-        ("hidden", of.hidden),
-        ("heads", of.heads),
-        ("ffn", of.ffn),
-        ("vocab", of.vocab),
+        ("layers", shape.layers),
+        ("hidden", shape.hidden),
+        ("heads", shape.heads),
+        ("ffn", shape.ffn),
+        ("vocab", shape.vocab),
     ];
     if let Some((missing, _)) = needed.iter().find(|(_, size)| *size == 0) {
         return Err(format!("{missing} is missing"));
     }
-    if of.kv_heads > 0 && !of.heads.is_multiple_of(of.kv_heads) {
-        return Err(format!("{} heads cannot share {} kv_heads evenly", of.heads, of.kv_heads));
+    if shape.kv_heads > 0 && !shape.heads.is_multiple_of(shape.kv_heads) {
+        return Err(format!("{} heads cannot share {} kv_heads evenly", shape.heads, shape.kv_heads));
     }
     let or = |size: usize, usual: usize| if size == 0 { usual } else { size };
     Ok(Uniform {
-        kv_heads: or(of.kv_heads, of.heads),
-        head_dim: or(of.head_dim, (of.hidden / of.heads).max(1)),
-        ..of
+        kv_heads: or(shape.kv_heads, shape.heads),
+        head_dim: or(shape.head_dim, (shape.hidden / shape.heads).max(1)),
+        ..shape
     })
 }
 
@@ -180,9 +185,10 @@ mod tests {
         assert!((near - 1.0).abs() < 1e-3, "{near}");
     }
 
-    /// Heads are not cut, and neither are blocks: two heads of 48 values end with one of 32 numbers.
+    /// Heads and quantization blocks are not divided: two heads of 48 values end at a boundary of blocks of
+    /// 32.
     #[test]
-    fn members_of_a_shape_are_as_many_as_can_have_heads() {
+    fn a_shape_has_at_most_as_many_ranks_as_its_heads_allow() {
         let most = |text: &str, members: usize| {
             let subject = Subject { shape: sizes(text, QuantType::F16).unwrap(), source: None };
             let shares = vec![1; members];
@@ -196,11 +202,11 @@ mod tests {
         assert_eq!(most(blocks, 2), Ok(()));
         let reason = "its layers have 4 heads of 48 values stored in blocks of 32";
         assert_eq!(most(blocks, 3), Err((2, reason.to_owned())));
-        // One head is no multiple of a block, and one device has it all the same.
+        // One head is not a multiple of a block, but one device can have it.
         assert_eq!(most("layers=1,hidden=50,heads=1,ffn=64,vocab=9,type=q8_0", 1), Ok(()));
     }
 
-    /// The largest sizes there may be are counted without overflow.
+    /// The largest allowed sizes do not overflow.
     #[test]
     fn the_largest_shape_is_finite() {
         let most = "layers=1000,hidden=1000000,heads=1000000,head_dim=1000000,ffn=1000000,vocab=1000000";
@@ -208,9 +214,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_shape_is_said_to_be_the_flags_fault() {
+    fn an_invalid_shape_is_an_error_of_the_flag() {
         for (text, part) in [
-            ("2B", "falcon-40b is one too"),
+            ("2B", "falcon-40b is also known"),
             ("layers=4", "hidden is missing"),
             ("layers=x", "layers must be a whole number from 1 to 1000"),
             ("layers=4000000000", "layers must be a whole number"),

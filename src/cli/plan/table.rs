@@ -1,13 +1,13 @@
-//! A plan as text for people.
+//! Plan as a text table.
 //!
-//! Invariant: says what the JSON form says.
+//! Invariant: it has the same contents as the JSON output.
 
 use super::{DeviceFigures, Figures, LinkFigures, Plan, Planned};
 use std::fmt::Write;
 
 const HEAD: [&str; 7] = ["partition", "devices", "layers", "decode", "one lane", "lanes", "largest device"];
 
-/// The plan, a line for each partition.
+/// Formats the plan, one line per partition.
 pub fn text(plan: &Plan) -> String {
     let mut text = head(plan);
     let mut lines = vec![HEAD.map(str::to_owned)];
@@ -17,7 +17,7 @@ pub fn text(plan: &Plan) -> String {
     for cells in &lines {
         let mut line = String::new();
         for (column, (cell, width)) in cells.iter().zip(widths).enumerate() {
-            // The figures are numbers.
+            // Numbers are aligned to the right.
             let _ = match column {
                 3..=5 => write!(line, "{cell:>width$}  "),
                 _ => write!(line, "{cell:<width$}  "),
@@ -30,7 +30,7 @@ pub fn text(plan: &Plan) -> String {
             let _ = writeln!(text, "note: {refused}");
         }
     }
-    text + "Tokens per second: of one sequence; of one step after the other; with a step in flight for each stage.\n"
+    text + "Tokens per second: decode is one sequence; one lane is one step at a time; lanes is one step in flight per stage.\n"
 }
 
 fn head(plan: &Plan) -> String {
@@ -44,26 +44,26 @@ fn head(plan: &Plan) -> String {
     let together = [machine.bandwidth_together.map(speed), machine.memory_together.map(bytes)];
     let together = together.into_iter().flatten().collect::<Vec<_>>().join(" and ");
     if !together.is_empty() {
-        let _ = writeln!(text, "          {together} of all together");
+        let _ = writeln!(text, "          {together} shared by all");
     }
     let _ = match machine.within == machine.between {
         true => writeln!(text, "links:    {}", link(&machine.within)),
         false => writeln!(
             text,
-            "links:    {} within a stage, {} from one to the next",
+            "links:    {} within a stage, {} between stages",
             link(&machine.within),
             link(&machine.between)
         ),
     };
     let sequences =
         if plan.batch == 1 { "1 sequence".to_owned() } else { format!("{} sequences", plan.batch) };
-    text + &format!("load:     {sequences} in a step, {} tokens in the cache of each\n\n", plan.context)
+    text + &format!("load:     {sequences} per step, {} cached tokens each\n\n", plan.context)
 }
 
 fn figures_of(device: &DeviceFigures) -> String {
     let DeviceFigures { bandwidth, memory, flops, op_us, .. } = device;
     let memory = memory.map_or(String::new(), |memory| format!(", {}", bytes(memory)));
-    format!("{} and {:.2} Tflop/s, {op_us:.1} us an operation{memory}", speed(*bandwidth), flops / 1e12)
+    format!("{} and {:.2} Tflop/s, {op_us:.1} us per operation{memory}", speed(*bandwidth), flops / 1e12)
 }
 
 fn link(link: &LinkFigures) -> String {

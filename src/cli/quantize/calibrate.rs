@@ -1,7 +1,7 @@
-//! What the columns of a model's matrices count, by a text that the model reads.
+//! Calibration: computes the importance matrix of a model from a text that the model evaluates.
 //!
-//! Invariant: the model reads as it is stored, on one device and without roundings on the way; all of the text's chunks are
-//! read, or there is no answer.
+//! Invariant: the model is evaluated as stored, on one device, with F32 activations and KV cache. The result
+//! covers all selected chunks of the text, or there is none.
 
 use crate::cli::reading::{self, CONTEXT, Chunk, Cut, Reader};
 use crate::cli::start;
@@ -17,15 +17,16 @@ use mainstem_kernels::{Inputs, QuantType};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A text, and how much of it is read.
+/// A calibration text.
 #[derive(Clone, Debug)]
 pub struct Calibration {
+    /// File of the text.
     pub text: PathBuf,
-    /// At most.
+    /// Maximum number of chunks to evaluate.
     pub chunks: usize,
 }
 
-/// A model that is ready to read the text.
+/// A model opened for calibration, with the text to evaluate.
 pub struct Prepared {
     config: Config,
     source: Arc<ModelSource>,
@@ -37,20 +38,21 @@ pub struct Prepared {
 }
 
 impl Calibration {
-    /// Opens the configured model once more, and reads the text from its file. Refuses a model that is no decoder or has no
-    /// tokenizer, and a text of less than one whole chunk. Loading tells `progress`, and both end when that is stopped.
+    /// Opens the configured model again and reads the text file. Fails if the model is not decoder-only or
+    /// has no tokenizer, and if the text is shorter than one chunk. Loading reports to `progress`; loading
+    /// and evaluation end when `progress` is stopped.
     pub fn prepare(&self, config: &Config, progress: &Arc<Progress>) -> Result<Prepared> {
         let text = reading::text_of(&self.text)?;
         let config = as_stored(config);
         let mut source = start::source(&ModelRef::parse(&config.model.path)?, &config.model)?;
-        reading::check_kind(&source, "a text calibrates")?;
+        reading::check_kind(&source, "calibration supports")?;
         let tokenizer = Arc::new(start::tokenizer(&source)?);
         let context = CONTEXT.min(source.spec.context);
         let named = || format!("{} with {}", self.text.display(), source.name());
         let tokens = reading::tokens_of(&text, &tokenizer, &source).with_context(named)?;
         ensure!(
             tokens.len() >= context,
-            "{}: {} tokens, and a text calibrates from {context} on",
+            "{}: {} tokens, but calibration requires at least {context}",
             named(),
             tokens.len()
         );
@@ -62,7 +64,7 @@ impl Calibration {
 }
 
 impl Prepared {
-    /// What the text says of the model's matrices. Blocks.
+    /// Evaluates the text and returns the importance matrix. Blocks.
     pub fn run(self) -> Result<Importance> {
         System::new().block_on(self.read())?;
         self.seen.importance()
@@ -78,7 +80,7 @@ impl Prepared {
         for chunk in &chunks {
             for (rows, wanted) in chunk.steps(model.rows) {
                 ensure!(!source.progress.is_stopped(), "stopped");
-                // What it foretells is not asked for, but that the head is multiplied.
+                // The logits are unused; computing them lets the head's inputs be observed.
                 let _logits = model.read(chunk, rows, wanted).await?;
             }
             bar.inc(1);
@@ -88,7 +90,7 @@ impl Prepared {
     }
 }
 
-/// The configuration for the model as it is stored, on its first device alone.
+/// Returns the configuration for the model as stored, on the first configured device.
 fn as_stored(config: &Config) -> Config {
     let mut config = config.clone();
     config.model = ModelConfig { weights: Weights::default(), ..config.model };

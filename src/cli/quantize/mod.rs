@@ -1,7 +1,7 @@
-//! `mainstem quantize`: a model written with its matrices in other number formats.
+//! `mainstem quantize`: writes a model with its matrices in other number formats.
 //!
-//! Invariant: the model appears under its name when it is whole; stopped by a signal, or failed, the command leaves nothing
-//! behind.
+//! Invariant: the output appears under its name only when it is complete. If the command fails or is stopped
+//! by a signal, it leaves no files.
 
 mod calibrate;
 
@@ -29,9 +29,10 @@ use tokio::sync::oneshot;
 
 /// Write a model with its matrices in other number formats.
 ///
-/// What --weights would code at every start is coded once. A place that ends in .gguf becomes a GGUF file, any other a folder
-/// with safetensors; both are loaded without --weights, to the same answers as the model with it, or with --codes and --calibrate
-/// to nearer ones. docs/quantization.md has the formats and the form of the files.
+/// Quantizes once what --weights would quantize at every start. A name that ends in .gguf becomes a GGUF
+/// file, any other a folder with safetensors. Both load without --weights and give the same outputs as the
+/// model with it; with --rounding and --calibrate they are closer to the original. docs/quantization.md
+/// describes formats and files.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
@@ -44,33 +45,33 @@ pub struct QuantizeArgs {
     /// Folder, GGUF file or hf:owner/name[@revision]
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model: String,
-    /// Where to write it: NAME.gguf, or a folder
+    /// Output: NAME.gguf, or a folder
     #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]
     out: PathBuf,
-    /// Number formats of matrices, such as q4 or "head=q6,q4".
+    /// Number formats of weight matrices, such as q4 or "head=q6,q4".
     #[arg(long, value_name = "RULES")]
     weights: String,
-    /// How codes are chosen: as the formats' papers have it (equations, unless --calibrate is given), or so that the squares of
-    /// what is lost sum up to little.
-    #[arg(long, value_name = "WAY")]
-    codes: Option<CodesName>,
-    /// Text (UTF-8) that the model reads first: errors count by what columns are multiplied by there. Goes with least-squares.
+    /// Rounding: to the nearest value, or minimizing the squared error (default with --calibrate).
+    #[arg(long, alias = "codes", value_name = "METHOD")]
+    rounding: Option<RoundingName>,
+    /// Calibration text (UTF-8): weights errors by the activations on it. Requires least-squares rounding.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     calibrate: Option<PathBuf>,
-    /// Chunks of that text to read, of 512 tokens or what the model was made for.
+    /// Maximum chunks of the calibration text, of 512 tokens or the model's context length.
     #[arg(long, value_name = "N", requires = "calibrate", default_value_t = 32)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     calibrate_chunks: u32,
-    /// How it is written, whatever OUT is called.
+    /// Output format, overriding the extension of OUT.
     #[arg(long, value_name = "FORMAT")]
     format: Option<FormatName>,
-    /// Replace what is at OUT, if it is a written model.
+    /// Replace an existing model at OUT.
     #[arg(long)]
     force: bool,
-    /// Specification to read the model by, instead of its own or the shipped one; what is written of a hub's folder gets it as its own.
+    /// Model specification file, instead of the model's own or the built-in one. If the model is a folder
+    /// in Hugging Face's format, the output folder gets a copy.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     spec: Option<PathBuf>,
-    /// Threads that code numbers, and read the text of --calibrate; 0 is one for each core.
+    /// Threads for quantization and calibration; 0 is one per core.
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
     /// Configuration file (TOML).
@@ -85,19 +86,20 @@ enum FormatName {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
-enum CodesName {
-    Equations,
+enum RoundingName {
+    #[value(alias = "equations")]
+    Nearest,
     LeastSquares,
 }
 
-/// How codes are to be chosen.
+/// Rounding of weights.
 enum Way {
     Equations,
-    /// Columns count by a text's, or all alike.
+    /// Minimizes the squared error; columns are weighted by a calibration text if there is one, else equally.
     LeastSquares(Option<Calibration>),
 }
 
-/// Does what the arguments say, and tells what came of it.
+/// Quantizes the model and prints a summary. The exit code is 0, or 130 if a signal stopped it.
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
     let way = args.way()?;
     let (mut config, target) = args.layers()?;
@@ -126,17 +128,17 @@ impl QuantizeArgs {
     fn way(&self) -> Result<Way, ConfigError> {
         let chunks = self.calibrate_chunks as usize;
         let calibration = self.calibrate.clone().map(|text| Calibration { text, chunks });
-        match (self.codes, calibration) {
-            (None | Some(CodesName::Equations), None) => Ok(Way::Equations),
-            (Some(CodesName::Equations), Some(_)) => {
-                let message = "--calibrate goes with --codes least-squares: equations know no text";
+        match (self.rounding, calibration) {
+            (None | Some(RoundingName::Nearest), None) => Ok(Way::Equations),
+            (Some(RoundingName::Nearest), Some(_)) => {
+                let message = "--calibrate requires --rounding least-squares";
                 Err(ConfigError { origin: Source::CommandLine, message: message.to_owned() })
             }
             (_, calibration) => Ok(Way::LeastSquares(calibration)),
         }
     }
 
-    /// The configuration, and where to write.
+    /// Returns the configuration and the output target.
     fn layers(self) -> Result<(Config, Target), ConfigError> {
         let mut flags = Overrides::default();
         flags.set("model.path", Some(self.model));
@@ -149,7 +151,8 @@ impl QuantizeArgs {
         let format = match self.format {
             Some(FormatName::Gguf) => Format::Gguf,
             Some(FormatName::Safetensors) if is_named_gguf => {
-                let message = format!("--format: {} would be a folder of safetensors", self.out.display());
+                let message =
+                    format!("--format safetensors writes a folder, but {} ends in .gguf", self.out.display());
                 return Err(ConfigError { origin: Source::CommandLine, message });
             }
             Some(FormatName::Safetensors) => Format::Safetensors,
@@ -162,15 +165,15 @@ impl QuantizeArgs {
     }
 }
 
-/// The configured model, on this machine from here on.
+/// Fetches the configured model if it is on a hub, and opens it.
 fn opened(config: &mut Config) -> Result<ModelSource> {
     config.model = start::fetched(config.model.clone(), &config.hub)?;
     let _spinner = Spinner::start("opening the model");
     start::source(&ModelRef::parse(&config.model.path)?, &config.model)
 }
 
-/// How codes are chosen, when a text has been read that is for that; `None` if a signal came. What cannot be written is refused
-/// before.
+/// Returns the rounding, after evaluating the calibration text if there is one; `None` if a signal stopped
+/// it. A target that cannot be written fails first.
 fn chosen(way: Way, config: &Config, source: &ModelSource, target: &Target) -> Result<Option<Choice>> {
     let calibration = match way {
         Way::Equations => return Ok(Some(Choice::Equations)),
@@ -180,12 +183,13 @@ fn chosen(way: Way, config: &Config, source: &ModelSource, target: &Target) -> R
     quantize::check(source, target)?;
     let prepared = calibration.prepare(config, &source.progress).context("--calibrate")?;
     let importance = until_stopped(move || prepared.run(), || source.progress.stop());
-    // A signal that came with the last step found nothing left to stop.
+    // A signal during the last step did not stop the work.
     let importance = importance.context("--calibrate")?.filter(|_| !source.progress.is_stopped());
     Ok(importance.map(|importance| Choice::LeastSquares(Some(Arc::new(importance)))))
 }
 
-/// Does the work on a thread of its own. A signal stops it, and it is waited for; then there is no answer.
+/// Runs `work` on a separate thread and returns its result. On SIGINT or SIGTERM, calls `stop`, waits for the
+/// work to end, and returns `None` unless it has succeeded.
 fn until_stopped<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
     stop: impl Fn(),
@@ -196,22 +200,22 @@ fn until_stopped<T: Send + 'static>(
         let (mut interrupt, mut terminate) =
             (listen(SignalKind::interrupt())?, listen(SignalKind::terminate())?);
         let (sender, mut answer) = oneshot::channel();
-        // Whoever asked waits for the answer.
+        // The receiver is awaited below, so sending succeeds.
         std::thread::spawn(move || _ = sender.send(work()));
         tokio::select! {
-            answer = &mut answer => return answer.context("the thread that does it has panicked")?.map(Some),
+            answer = &mut answer => return answer.context("the worker thread has panicked")?.map(Some),
             _ = interrupt.recv() => stop(),
             _ = terminate.recv() => stop(),
         }
         match answer.await {
-            // It was done before it heard of it.
+            // The work completed before it noticed the stop.
             Ok(Ok(done)) => Ok(Some(done)),
             Ok(Err(_)) | Err(_) => Ok(None),
         }
     })
 }
 
-/// A line for each number format, one for all, and the place.
+/// Formats the summary: a line per number format, one for all, and the output path.
 fn summary(path: &Path, parts: &[Part], took: Duration) -> String {
     let mut text = String::new();
     let mut line = |ty: &str, tensors: usize, numbers: usize, before: usize, after: usize| {
@@ -219,7 +223,7 @@ fn summary(path: &Path, parts: &[Part], took: Duration) -> String {
         let bits = after as f64 * 8.0 / numbers.max(1) as f64;
         let _ = writeln!(
             text,
-            "{ty:<12} {tensors:>6} tensors  {from:>12} -> {to:>12}  {bits:>7.4} bits a number"
+            "{ty:<12} {tensors:>6} tensors  {from:>12} -> {to:>12}  {bits:>7.4} bits per number"
         );
     };
     for part in parts {
@@ -240,7 +244,7 @@ mod tests {
     use std::process::Command;
     use std::sync::mpsc;
 
-    /// The listeners are there before the work begins, so the signal cannot come too early.
+    /// The signal listeners are installed before the work begins, so the signal cannot arrive too early.
     #[test]
     fn a_signal_stops_the_work_and_it_is_waited_for() {
         let (stop, stopped) = mpsc::channel();
@@ -272,8 +276,8 @@ mod tests {
         let parts = [part(QuantType::F32, 3, 64, 256, 256), part(QuantType::Q8_0, 1, 1024, 4096, 1088)];
         let text = summary("a\nb".as_ref(), &parts, Duration::from_millis(1540));
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[1].join(" "), "q8_0 1 tensors 4.00 KiB -> 1.06 KiB 8.5000 bits a number");
-        assert_eq!(lines[2].join(" "), "all 4 tensors 4.25 KiB -> 1.31 KiB 9.8824 bits a number");
+        assert_eq!(lines[1].join(" "), "q8_0 1 tensors 4.00 KiB -> 1.06 KiB 8.5000 bits per number");
+        assert_eq!(lines[2].join(" "), "all 4 tensors 4.25 KiB -> 1.31 KiB 9.8824 bits per number");
         assert_eq!((lines.len(), lines[3].last()), (4, Some(&"s")));
     }
 }

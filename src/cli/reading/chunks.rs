@@ -1,33 +1,34 @@
-//! How a text is cut into chunks, and which of their tokens are scored.
+//! Division of a text into chunks, and the choice of the tokens that are scored.
 //!
-//! Chunks of `context` tokens begin every `stride` tokens; each is read by itself, from position 0 on. The first one's tokens are
-//! scored but for the very first, which nothing foretells; of each other one only those that no chunk before it scored. The
-//! last chunk ends with the text and may be shorter.
-//! Invariant: no token is scored twice; with a stride below the context every token but the text's first is scored once, and
-//! with one as long as the context every token but the first of each chunk.
+//! Chunks of `context` tokens begin every `stride` tokens; each is evaluated independently, from position 0.
+//! In the first chunk all tokens but the first are scored, since nothing predicts that one; in each later
+//! chunk, those that no earlier chunk scored. The last chunk ends with the text and may be shorter.
+//! Invariant: no token is scored twice. With a stride below the context, every token but the text's first is
+//! scored once; with a stride equal to the context, every token but the first of each chunk.
 
 use std::ops::Range;
 
-/// How a text is cut.
+/// Chunk length and stride.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// Tokens of a chunk; at least 2.
+    /// Tokens per chunk; at least 2.
     pub context: usize,
-    /// Tokens from one chunk's first to the next one's; from 1 to `context`.
+    /// Tokens between the beginnings of successive chunks; from 1 to `context`.
     pub stride: usize,
 }
 
-/// Tokens that are read together.
+/// A chunk: tokens that are evaluated as one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk<'a> {
-    /// At least two.
+    /// The tokens; at least two.
     pub tokens: &'a [u32],
-    /// The first that is scored; it and all behind it are. At least 1.
+    /// Index of the first scored token; all tokens from there on are scored. At least 1.
     pub scored_from: usize,
 }
 
 impl Cut {
-    /// The chunks of a text, in order. One without a token to score is left out: the single last token of a text.
+    /// Iterates over the chunks of a text, in order. A chunk without a token to score is omitted, such as a
+    /// single last token.
     pub fn chunks<'a>(&self, text: &'a [u32]) -> impl Iterator<Item = Chunk<'a>> + use<'a> {
         let Cut { context, stride } = *self;
         let count = 1 + text.len().saturating_sub(context).div_ceil(stride);
@@ -42,8 +43,9 @@ impl Cut {
 }
 
 impl Chunk<'_> {
-    /// The rows that are read, in steps of at most `rows`: those whose logits nobody wants, then those that foretell the tokens
-    /// that are scored. What the last token foretells is beyond the chunk.
+    /// Iterates over the steps that evaluate the chunk, as row ranges of at most `rows` rows: first the rows
+    /// whose logits are not needed, then the rows that predict scored tokens. The last token is not
+    /// evaluated, since it predicts a token outside the chunk.
     pub fn steps(&self, rows: usize) -> impl Iterator<Item = (Range<usize>, Wanted)> + use<> {
         let (first, end) = (self.scored_from - 1, self.tokens.len() - 1);
         let parts = move |from: usize, to: usize| {
@@ -54,7 +56,7 @@ impl Chunk<'_> {
     }
 }
 
-/// What is wanted of a step's rows.
+/// The output of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     Nothing,
@@ -65,8 +67,8 @@ pub enum Wanted {
 mod tests {
     use super::*;
 
-    /// The loop in transformers' page on the perplexity of models of fixed length, with the tokens themselves in the place of
-    /// their number: (begin, end, those scored).
+    /// The loop of the transformers documentation page on the perplexity of fixed-length models, which
+    /// returns the scored tokens instead of their number: (begin, end, scored tokens).
     fn of_the_page(len: usize, context: usize, stride: usize) -> Vec<(usize, usize, Vec<usize>)> {
         let (mut chunks, mut seen) = (Vec::new(), 0);
         for begin in (0..len).step_by(stride) {
@@ -101,7 +103,8 @@ mod tests {
         }
     }
 
-    /// Every scored token is foretold by exactly one wanted row, the one before it, and all rows before that are read.
+    /// Every scored token is predicted by exactly one row with logits, the one before it, and all rows before
+    /// that are evaluated.
     #[test]
     fn steps_read_each_row_once_and_in_order() {
         let tokens = [7; 11];

@@ -1,8 +1,8 @@
-//! A text read by a model, chunk by chunk, as `perplexity` and `quantize --calibrate` do.
+//! Evaluation of a text by a model, chunk by chunk, for `perplexity` and `quantize --calibrate`.
 //!
-//! A text is encoded as a whole, as a prompt is: a token that the tokenizer puts before a prompt comes once, before the first
-//! chunk, and special tokens that the text spells out are those tokens.
-//! Invariant: what is read goes the way of what is served: the same devices, kernels, cache and schedule.
+//! The text is tokenized as a whole, like a prompt: a token that the tokenizer puts before a prompt occurs
+//! once, before the first chunk, and special tokens spelled out in the text become those tokens.
+//! Invariant: evaluation uses the same devices, kernels, cache and scheduling as serving.
 
 mod chunks;
 mod reader;
@@ -17,40 +17,40 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::Path;
 
-/// Tokens of a chunk, where the model was made for as many.
+/// Default tokens per chunk; a model with a shorter context length uses that.
 pub const CONTEXT: usize = 512;
 
-/// The text in a file.
+/// Reads a text file, which must be UTF-8.
 pub fn text_of(path: &Path) -> Result<String> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes);
     text.map_err(|error| {
-        anyhow!("{}: no UTF-8 from byte {} on", path.display(), error.utf8_error().valid_up_to())
+        anyhow!("{}: not UTF-8 from byte {} on", path.display(), error.utf8_error().valid_up_to())
     })
 }
 
-/// Its tokens, at least two, each within the model's vocabulary.
+/// Tokenizes a text. Fails if it has fewer than two tokens, or a token outside the model's vocabulary.
 pub fn tokens_of(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Result<Vec<u32>> {
     let tokens = tokenizer.encode(text, true)?;
     let vocab = source.spec.vocab;
     if let Some(foreign) = tokens.iter().find(|token| **token as usize >= vocab) {
-        bail!("the tokenizer gives token {foreign}, and the model's vocabulary has {vocab}");
+        bail!("the tokenizer produces token {foreign}, but the model's vocabulary has {vocab} tokens");
     }
-    ensure!(tokens.len() >= 2, "fewer than two tokens, and nothing foretells the first");
+    ensure!(tokens.len() >= 2, "fewer than two tokens, and the first has no prediction to score");
     Ok(tokens)
 }
 
-/// Refuses a model that does not read as decoders do; `what` is not done with it.
+/// Fails if the model is not decoder-only. `what` begins the reason, such as "perplexity is measured of".
 pub fn check_kind(source: &ModelSource, what: &str) -> Result<()> {
     let kind = match source.spec.kind {
         Kind::Decoder => return Ok(()),
-        Kind::Encoder => "an encoder",
-        Kind::EncoderDecoder => "an encoder-decoder",
+        Kind::Encoder => "an encoder-only model",
+        Kind::EncoderDecoder => "an encoder-decoder model",
     };
-    bail!("{} is {kind}, and {what} decoders alone", source.name())
+    bail!("{} is {kind}, but {what} decoder-only models only", source.name())
 }
 
-/// A bar on a terminal's standard error; elsewhere nothing is drawn.
+/// Creates a progress bar over chunks. It is drawn only if stderr is a terminal.
 pub fn progress(chunks: usize) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} chunks, {eta} left, {msg}");
     let style = style.expect("the template is well formed; anything else is a bug");

@@ -1,7 +1,8 @@
-//! A model on its devices that reads chunks and gives its logits.
+//! Evaluation of chunks by a model on its devices.
 //!
-//! Steps go through the group as the decode loop's do: prompt chunks of one sequence in slot 0, whose pages are all there are.
-//! Invariant: a chunk sees nothing of the one before: it begins at position 0, and attention is causal.
+//! Steps are sent to the group like those of the decode loop: as prompt chunks of one sequence in slot 0,
+//! which owns all pages.
+//! Invariant: chunks are independent: each begins at position 0, and attention is causal.
 
 use super::chunks::{Chunk, Wanted};
 use crate::actors::EngineSetup;
@@ -20,21 +21,22 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Bytes of logits that are held at once, as far as a single row is not more.
+/// Maximum bytes of logits per step, unless a single row is larger.
 const LOGIT_BYTES: usize = 64 << 20;
 
-/// A model that reads.
+/// A loaded model that evaluates chunks.
 pub struct Reader {
     group: Group,
     epoch: Epoch,
     step: Box<Step>,
     vocab: usize,
-    /// Tokens of a step, at most.
+    /// Maximum rows per step.
     pub rows: usize,
-    /// What computes.
+    /// Description of the devices.
     pub device: String,
-    /// Rows read so far, and how long that took.
-    pub read: usize,
+    /// Rows evaluated so far.
+    pub rows_read: usize,
+    /// Time of all steps so far.
     pub time: Duration,
 }
 
@@ -64,12 +66,13 @@ impl Reader {
             vocab,
             rows: config.scheduler.token_budget,
             device: start::together(built.into_iter().flatten().collect()).device,
-            read: 0,
+            rows_read: 0,
             time: Duration::ZERO,
         })
     }
 
-    /// Reads rows of a chunk, behind those before them. Gives the logits that are wanted of each, F32 in little-endian.
+    /// Evaluates rows of a chunk, after all rows before them. Returns the logits of each row if they are
+    /// wanted, else nothing. Logits are (vocab,) F32 in little-endian bytes.
     pub async fn read(
         &mut self,
         chunk: &Chunk<'_>,
@@ -81,7 +84,7 @@ impl Reader {
         let began = Instant::now();
         let ran = self.group.send(step, self.epoch)?.await;
         self.time += began.elapsed();
-        self.read += rows.len();
+        self.rows_read += rows.len();
         ran.result?;
         self.step = ran.step;
         self.step.batch.clear();
@@ -92,7 +95,7 @@ impl Reader {
     }
 }
 
-/// The configuration for one sequence of `context` tokens, read by so many at a time if it does not say fewer.
+/// Returns the configuration for one sequence of `context` tokens, in steps of at most `rows` rows.
 fn sized(config: &Config, context: usize, rows: usize) -> Config {
     let mut config = config.clone();
     config.scheduler.slots = 1;
@@ -109,13 +112,13 @@ fn group_config(setup: &EngineSetup) -> GroupConfig {
     }
 }
 
-/// All pages but the sink, for slot 0.
+/// Returns the page table entries that give slot 0 all pages but the null page.
 fn pages(count: usize) -> impl Iterator<Item = TableUpdate> {
     let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: index + 1 };
     (0..count as u32).map(entry)
 }
 
-/// One span of the chunk.
+/// Adds rows of a chunk to a batch, as one span.
 fn describe(batch: &mut StepBatch, chunk: &Chunk, rows: Range<usize>, wanted: Wanted) {
     batch.tokens.extend_from_slice(&chunk.tokens[rows.clone()]);
     batch.logits = wanted == Wanted::Logits;

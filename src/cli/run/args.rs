@@ -1,6 +1,6 @@
-//! The arguments of `run`, and what they come to.
+//! Arguments of `run`, and the checked plan made from them.
 //!
-//! Invariant: what is planned can be begun; only model, server and prompt can still be at fault.
+//! Invariant: a plan is consistent; only opening the model, the server or the prompt can still fail.
 
 use super::super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::client::{Delivery, Dialect};
@@ -13,55 +13,55 @@ use serde_json::Value;
 use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
-/// Whose key is sent to a server, if `--api-key` does not say.
+/// Environment variable with the API key for a server, if `--api-key` is not given.
 const KEY_VARIABLE: &str = "OPENAI_API_KEY";
 
-const UNSENT: &str = "OPENAI_API_KEY is not sent: over http to another machine, others could read it on the way; \
-                      https keeps it, and --api-key sends a key all the same";
+const UNSENT: &str = "OPENAI_API_KEY is not sent, because http to another machine is not encrypted; \
+                      use https, or --api-key to send a key anyway";
 
 const EXAMPLES: &str = "\
 Examples:
   mainstem run                                       chat with the demo model
-  mainstem run path/to/model                         chat with another
-  mainstem run path/to/model \"Why is the sky blue?\"  one answer, then end
-  mainstem run -p \"Tell me a story\"                  one answer of the demo model
+  mainstem run path/to/model                         chat with a model
+  mainstem run path/to/model \"Why is the sky blue?\"  answer one prompt
+  mainstem run -p \"Tell me a story\"                  answer one prompt with the demo model
   mainstem run demo --raw \"Once upon a time\"         continue a text
-  git diff | mainstem run path/to/model              the prompt from standard input
-  mainstem run --url http://127.0.0.1:8080           chat with what a server serves
+  git diff | mainstem run path/to/model              read the prompt from stdin
+  mainstem run --url http://127.0.0.1:8080           chat with a server's model
 
-MODEL comes first. \"demo\" is the model that is built in; - names none, which leaves it to the configuration
-or the server. In the chat, /help lists the commands.
+MODEL comes first. \"demo\" is the built-in model; - uses the configured model, or the server's first one.
+In the chat, /help lists the commands.
 Exit codes: 0 answered, 1 failed, 2 bad usage, 130 stopped by Ctrl-C.";
 
 /// Answer a prompt, or chat at the terminal.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct RunArgs {
-    /// Folder, file or hf:owner/name[@revision]; "demo" is built in. With --url, a name there.
+    /// Folder, file or hf:owner/name[@revision]; "demo" is built in. With --url, a model of the server.
     #[arg(value_hint = ValueHint::AnyPath)]
     model: Option<String>,
-    /// What to answer; - reads it from standard input. Without, a terminal gets a chat.
+    /// Prompt to answer; - reads it from stdin. Without one, chat at the terminal.
     #[arg(conflicts_with = "prompt_flag")]
     prompt: Option<String>,
-    /// The same as PROMPT, for use without MODEL.
+    /// Prompt to answer, like PROMPT, for use without MODEL.
     #[arg(short = 'p', long = "prompt", value_name = "TEXT")]
     prompt_flag: Option<String>,
-    /// How the model is to behave.
+    /// System prompt.
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// Continue the prompt as it stands, without a chat template; by 128 tokens if not told.
+    /// Continue the prompt without a chat template; by 128 tokens unless --max-tokens is given.
     #[arg(long)]
     raw: bool,
-    /// Print the API's JSON: one object for the whole answer.
+    /// Print the API's JSON response, one object for the whole answer.
     #[arg(long)]
     json: bool,
-    /// With --json: an object for each piece, a line each, as they come.
+    /// With --json: print one object per streamed chunk, one per line.
     #[arg(long, requires = "json")]
     stream: bool,
-    /// Tell on standard error how many tokens came, and how fast.
+    /// Print token count and speed to stderr.
     #[arg(long)]
     stats: bool,
-    /// Do not keep what is typed for the next time.
+    /// Do not save the input history.
     #[arg(long)]
     no_history: bool,
     #[command(flatten)]
@@ -78,47 +78,47 @@ pub struct RunArgs {
     log: LogFlags,
 }
 
-/// How tokens are drawn; what is not given is the model's or the server's default.
+/// Sampling parameters. Parameters that are not given have the defaults of the model or server.
 #[derive(Args)]
 #[command(next_help_heading = "Sampling")]
 struct SamplingFlags {
-    /// 0 takes the most likely token; higher is more varied.
+    /// Sampling temperature; 0 always picks the most likely token.
     #[arg(long, value_name = "X", value_parser = number, allow_negative_numbers = true)]
     temperature: Option<Value>,
-    /// Draw from the likeliest tokens that make up this share.
+    /// Sample from the most likely tokens with this total probability.
     #[arg(long, value_name = "X", value_parser = number, allow_negative_numbers = true)]
     top_p: Option<Value>,
-    /// Draw from this many of the likeliest tokens.
+    /// Sample from this many of the most likely tokens.
     #[arg(long, value_name = "N", value_parser = whole_number, allow_negative_numbers = true)]
     top_k: Option<Value>,
-    /// Draw from tokens at least this likely, as a share of the likeliest.
+    /// Minimum token probability, relative to the top token's probability.
     #[arg(long, value_name = "X", value_parser = number, allow_negative_numbers = true)]
     min_p: Option<Value>,
-    /// The same seed gives the same answer.
+    /// Random seed; the same seed gives the same answer.
     #[arg(long, value_name = "N", value_parser = whole_number, allow_negative_numbers = true)]
     seed: Option<Value>,
-    /// Longest answer, in tokens.
+    /// Maximum answer length in tokens.
     #[arg(long, value_name = "N", value_parser = whole_number)]
     max_tokens: Option<Value>,
-    /// End the answer before this text; may be given several times.
+    /// End the answer before this text; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
 }
 
-/// Who answers instead of an engine in this process.
+/// Options for a remote server instead of an engine in this process.
 #[derive(Args)]
-#[command(next_help_heading = "Another server")]
+#[command(next_help_heading = "Remote server")]
 struct RemoteFlags {
-    /// Talk to an OpenAI-compatible server there; MODEL is its first if not named.
+    /// Use the OpenAI-compatible server at this URL; MODEL defaults to its first model.
     #[arg(long, value_name = "URL", value_hint = ValueHint::Url,
           conflicts_with_all = ["ModelFlags", "EngineFlags", "PartitionFlags"])]
     url: Option<BaseUrl>,
-    /// Its API key; else OPENAI_API_KEY, over https or to this machine only.
+    /// API key of the server; default is OPENAI_API_KEY, over https or to this machine only.
     #[arg(long, value_name = "KEY", requires = "url")]
     api_key: Option<String>,
 }
 
-/// What is to be done, checked.
+/// The checked plan of a run.
 pub struct Plan {
     pub target: Target,
     pub task: Task,
@@ -128,24 +128,24 @@ pub struct Plan {
     pub form: Form,
     pub settings: Settings,
     pub stats: bool,
-    /// For the user, before anything else.
+    /// Note to print at the start.
     pub note: Option<&'static str>,
 }
 
-/// Who answers.
+/// The engine or server that answers.
 pub enum Target {
     Local(Box<Config>),
     Remote { server: Remote, model: Option<String> },
 }
 
-/// What for.
+/// The kind of run: a single prompt, or a chat with an optional history file.
 pub enum Task {
     Prompt(String),
     Chat { history: Option<PathBuf> },
 }
 
 impl RunArgs {
-    /// Makes sense of the arguments; reads the prompt if it is piped in.
+    /// Checks the arguments and returns the plan. Reads the prompt from stdin if it is piped.
     pub fn plan(self) -> Result<Plan, ConfigError> {
         self.check_model()?;
         let task = self.task()?;
@@ -172,13 +172,13 @@ impl RunArgs {
         })
     }
 
-    /// Refuses a sentence where the model should be, before it is looked for or a prompt is read.
+    /// Fails if MODEL looks like a prompt, before the model is opened or a prompt is read.
     fn check_model(&self) -> Result<(), ConfigError> {
         let is_sentence = |model: &&String| model.contains(char::is_whitespace) && !Path::new(model).exists();
         match self.model.as_ref().filter(|_| self.remote.url.is_none()).filter(is_sentence) {
-            Some(model) => Err(usage(format!(
-                "there is no model '{model}'; for a prompt without MODEL there is --prompt"
-            ))),
+            Some(model) => {
+                Err(usage(format!("there is no model '{model}'; use --prompt for a prompt without MODEL")))
+            }
             None => Ok(()),
         }
     }
@@ -189,9 +189,9 @@ impl RunArgs {
             Some("-") => piped()?,
             Some(prompt) => prompt.to_string(),
             None if !io::stdin().is_terminal() => piped()?,
-            None if self.json => return Err(usage("which prompt? --json does not chat")),
+            None if self.json => return Err(usage("no prompt is given, and --json does not chat")),
             None if !io::stdout().is_terminal() => {
-                return Err(usage("which prompt? a chat needs a terminal for its answers too"));
+                return Err(usage("no prompt is given, and a chat needs a terminal as stdout"));
             }
             None => {
                 let history = terminal::history_file().filter(|_| !self.no_history);
@@ -205,12 +205,12 @@ impl RunArgs {
     }
 }
 
-/// Whether MODEL names one, or only keeps its place before the prompt.
+/// Whether MODEL names a model; `-` is only a placeholder before the prompt.
 fn is_named(model: &String) -> bool {
     model != "-"
 }
 
-/// The configuration of an engine for one user, who wants answers rather than a log.
+/// Loads the configuration of an engine for a single user: one slot and a quiet log by default.
 fn config(
     model: Option<String>,
     mut local: ModelFlags,
@@ -229,11 +229,11 @@ fn config(
     Config::of_process(file.as_deref(), flags)
 }
 
-/// All of standard input, without the line feed that ends it.
+/// Reads all of stdin, without the final line feed.
 fn piped() -> Result<String, ConfigError> {
     let mut text = String::new();
     let read = io::stdin().read_to_string(&mut text);
-    read.map_err(|error| usage(format!("cannot read the prompt from standard input: {error}")))?;
+    read.map_err(|error| usage(format!("cannot read the prompt from stdin: {error}")))?;
     Ok(text.strip_suffix('\n').map(str::to_string).unwrap_or(text))
 }
 
@@ -256,8 +256,9 @@ impl SamplingFlags {
 }
 
 impl RemoteFlags {
-    /// The server, if there is one to talk to, and what the user should know of its key. The variable's is for any
-    /// program and any server, so it goes nowhere that it could be read on the way; the flag's is for this one.
+    /// Returns the server, if one is given, and a note about its key. The key of the environment variable is
+    /// not specific to this server, so it is never sent unencrypted to another machine; the key of the flag
+    /// always is sent.
     fn server(self) -> Result<(Option<Remote>, Option<&'static str>), ConfigError> {
         let Some(url) = self.url else { return Ok((None, None)) };
         let variable = || std::env::var(KEY_VARIABLE).ok().filter(|key| !key.is_empty());
@@ -266,7 +267,7 @@ impl RemoteFlags {
             (flag, variable) => (flag.or(variable), None),
         };
         if key.as_ref().is_some_and(|key| key.is_empty() || !key.chars().all(|c| c.is_ascii_graphic())) {
-            return Err(usage("the API key has characters that cannot be sent"));
+            return Err(usage("the API key is empty or has characters other than printable ASCII"));
         }
         Ok((Some(Remote::new(url, key.as_deref())), note))
     }

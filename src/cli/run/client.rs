@@ -1,7 +1,8 @@
-//! Questions to requests, and replies to chunks of text. Chat goes to `/v1/chat/completions`; where there is
-//! no chat template, or none is wanted, the question itself is completed by `/v1/completions`.
+//! API client: turns questions into requests, and replies into chunks of text. Chats use
+//! `/v1/chat/completions`; if there is no chat template, or with `--raw`, the question is completed by
+//! `/v1/completions`.
 //!
-//! Invariant: an answer is over when the server says so; a stream that just ends is a failure.
+//! Invariant: an answer is complete only if the server says so; a stream that ends without it is a failure.
 
 use super::settings::Settings;
 use super::sse::Parser;
@@ -13,18 +14,18 @@ use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Tokens of a plain completion, which seldom ends by itself, unless the user sets another number.
+/// Default maximum tokens of a raw completion, which seldom ends by itself.
 pub const RAW_MAX_TOKENS: u32 = 128;
 
-/// What has been said. A turn without an answer is asked, but never repeated as part of the history: two
-/// questions in a row are refused by many templates.
+/// A conversation. A turn without an answer is not repeated as part of the history, because many templates
+/// reject two questions in a row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Dialog {
     pub system: Option<String>,
     pub turns: Vec<Turn>,
 }
 
-/// A question and what was answered, as far as it came.
+/// A question and the part of its answer that was received.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Turn {
     pub question: String,
@@ -37,12 +38,12 @@ impl Dialog {
         self.turns.push(Turn { question: question.into(), answer: String::new() });
     }
 
-    /// The question that is to be answered.
+    /// The question to answer: the last one.
     fn question(&self) -> &str {
         self.turns.last().map_or("", |turn| &turn.question)
     }
 
-    /// Everything up to the last question, in the API's form.
+    /// Returns the messages up to the last question, in the API's format.
     fn messages(&self) -> Vec<Value> {
         let message = |role: &str, content: &str| json!({"role": role, "content": content});
         let mut messages: Vec<Value> = self.system.iter().map(|text| message("system", text)).collect();
@@ -57,22 +58,23 @@ impl Dialog {
     }
 }
 
-/// Which of the two APIs is spoken.
+/// The API endpoint that is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dialect {
+    /// Chat completions.
     Chat,
-    /// The last question is completed as it stands.
+    /// Completions: the last question is the prompt.
     Raw,
 }
 
-/// How an answer is asked for.
+/// How an answer is delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     Stream,
     Whole,
 }
 
-/// Asks one model.
+/// A client of one model.
 pub struct Client {
     pub transport: Box<dyn Transport>,
     /// The model's name in the API; `None` leaves it out.
@@ -83,7 +85,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Asks the dialog's last question.
+    /// Sends the dialog's last question.
     pub async fn ask(&self, dialog: &Dialog) -> Result<Answer, Failure> {
         let pace = Pace::start();
         let path = match self.dialect {
@@ -94,7 +96,8 @@ impl Client {
         Ok(Answer::new(reply, pace))
     }
 
-    /// Why the model cannot chat, if `failure` says so. It is asked for plain completions from then on.
+    /// Switches to raw completions if `failure` means that the model does not support chat, and returns the
+    /// reason.
     pub fn falls_back(&mut self, failure: &Failure) -> Option<NoChat> {
         let why = failure.no_chat().filter(|_| self.dialect == Dialect::Chat)?;
         self.dialect = Dialect::Raw;
@@ -120,26 +123,28 @@ impl Client {
     }
 }
 
-/// A piece of an answer.
+/// A chunk of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chunk {
-    /// The JSON that it came in, on one line.
+    /// The JSON of the event, on one line.
     pub json: String,
     pub text: String,
 }
 
-/// An answer as it comes. Dropping it hangs up; see [`super::transport`].
+/// An answer as it arrives. Dropping it closes the connection; see [`super::transport`].
 pub struct Answer {
     source: Source,
     parser: Parser,
-    /// Data of events that have arrived and not been read.
+    /// Data of events that have arrived but have not been processed.
     events: VecDeque<String>,
     pace: Pace,
+    /// Finish reason that the server reported.
     finish: Option<String>,
-    /// Tokens of the answer, as the server counts them.
+    /// Token count of the answer that the server reported.
     tokens: Option<u64>,
 }
 
+/// The source of an answer's data.
 enum Source {
     Whole(Bytes),
     Events(LocalBoxStream<'static, Result<Bytes, Failure>>),
@@ -156,11 +161,11 @@ impl Answer {
         Answer { source, parser, events, pace, finish: None, tokens: None }
     }
 
-    /// The next piece; `None` when the answer is complete.
+    /// Returns the next chunk; `None` when the answer is complete.
     pub async fn next(&mut self) -> Result<Option<Chunk>, Failure> {
         let Some(data) = self.data().await? else { return Ok(None) };
         let value: Value = serde_json::from_str(&data)
-            .map_err(|error| Failure::new(format!("the server sent what is no JSON: {error}")))?;
+            .map_err(|error| Failure::new(format!("the server sent invalid JSON: {error}")))?;
         if !value["error"].is_null() {
             return Err(Failure::told(value));
         }
@@ -170,11 +175,11 @@ impl Answer {
         self.pace.note(&text);
         self.finish = choice["finish_reason"].as_str().map(str::to_string).or(self.finish.take());
         self.tokens = value["usage"]["completion_tokens"].as_u64().or(self.tokens);
-        // Between the tokens of JSON a line feed is a space; within a text it is escaped.
+        // Line feeds are whitespace in JSON; in strings they are escaped.
         Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text }))
     }
 
-    /// The next JSON text; `None` behind the last.
+    /// Returns the next JSON text; `None` after the last.
     async fn data(&mut self) -> Result<Option<String>, Failure> {
         loop {
             match self.events.pop_front() {
@@ -189,7 +194,7 @@ impl Answer {
             let Source::Events(stream) = &mut self.source else { break };
             match stream.next().await {
                 Some(bytes) => self.events.extend(self.parser.push(&bytes?).map_err(too_long)?),
-                None => return Err(Failure::new("the connection ended before the answer did")),
+                None => return Err(Failure::new("the connection ended before the answer was complete")),
             }
         }
         match std::mem::replace(&mut self.source, Source::Exhausted) {
@@ -198,12 +203,12 @@ impl Answer {
         }
     }
 
-    /// Whether the answer ended because it may not be longer.
+    /// Whether the answer ended at its maximum number of tokens.
     pub fn is_cut(&self) -> bool {
         self.finish.as_deref() == Some("length")
     }
 
-    /// Tokens, tokens per second and time to the first, as far as they are known.
+    /// Formats token count, tokens per second and time to first token, as far as they are known.
     pub fn stats(&self) -> String {
         self.pace.describe(self.tokens)
     }
@@ -213,10 +218,13 @@ fn too_long(error: super::sse::TooLong) -> Failure {
     Failure::new(error.to_string())
 }
 
-/// When text came.
+/// Timing of an answer.
 struct Pace {
+    /// When the request was sent.
     asked: Instant,
+    /// When the first text arrived.
     first: Option<Instant>,
+    /// When the last text arrived.
     last: Instant,
 }
 
@@ -237,11 +245,11 @@ impl Pace {
         let mut parts = Vec::new();
         parts.extend(tokens.map(|n| if n == 1 { "1 token".to_string() } else { format!("{n} tokens") }));
         if let Some(first) = self.first {
-            // The first token takes the prompt's time; the rate is that of the others.
+            // The time of the first token includes the prompt, so the rate is that of the others.
             let seconds = (self.last - first).as_secs_f64();
             let rate = tokens.filter(|&tokens| tokens > 1 && seconds > 0.0).map(|n| (n - 1) as f64 / seconds);
             parts.extend(rate.map(|rate| format!("{rate:.1} tokens/s")));
-            parts.push(format!("first after {:.3} s", (first - self.asked).as_secs_f64()));
+            parts.push(format!("first token after {:.3} s", (first - self.asked).as_secs_f64()));
         } else {
             parts.push("no text".to_string());
         }
@@ -261,9 +269,9 @@ mod tests {
         dialog.ask("one");
         dialog.turns[1].answer = "1".to_string();
         dialog.ask("two");
-        let said: Vec<_> =
+        let contents: Vec<_> =
             dialog.messages().iter().map(|m| m["content"].as_str().unwrap().to_string()).collect();
-        assert_eq!(said, ["Be brief.", "one", "1", "two"]);
+        assert_eq!(contents, ["Be brief.", "one", "1", "two"]);
     }
 
     #[test]
@@ -271,9 +279,9 @@ mod tests {
         let asked = Instant::now();
         let first = asked + Duration::from_millis(250);
         let pace = Pace { asked, first: Some(first), last: first + Duration::from_secs(2) };
-        assert_eq!(pace.describe(Some(11)), "11 tokens, 5.0 tokens/s, first after 0.250 s");
-        assert_eq!(pace.describe(Some(1)), "1 token, first after 0.250 s");
-        assert_eq!(pace.describe(None), "first after 0.250 s");
+        assert_eq!(pace.describe(Some(11)), "11 tokens, 5.0 tokens/s, first token after 0.250 s");
+        assert_eq!(pace.describe(Some(1)), "1 token, first token after 0.250 s");
+        assert_eq!(pace.describe(None), "first token after 0.250 s");
         assert_eq!(Pace { first: None, ..pace }.describe(Some(1)), "1 token, no text");
     }
 }

@@ -1,6 +1,6 @@
-//! One question and its answer, shown as it comes. The same for a single prompt and within a chat.
+//! One question and its answer, shown as it arrives. Used for a single prompt and in a chat.
 //!
-//! Invariant: an interruption ends the answer and nothing else; what came before it is kept.
+//! Invariant: an interruption ends only the answer; the text received before it is kept.
 
 use super::client::{Chunk, Client, Dialog};
 use super::transport::{Failure, NoChat};
@@ -8,37 +8,37 @@ use futures_util::future::LocalBoxFuture;
 use std::io;
 use tokio::select;
 
-/// Where an answer is shown.
+/// Output of answers, with interruption by the user.
 pub trait Screen {
-    /// Shows a piece of an answer. An error means that nobody looks any more.
+    /// Shows a chunk of an answer. Fails if the output is closed.
     fn show(&mut self, chunk: &Chunk) -> io::Result<()>;
 
-    /// Tells the user something beside the answer.
+    /// Shows a note that is not part of the answer.
     fn note(&mut self, text: &str);
 
-    /// Waits until the user wants the answer to stop.
+    /// Completes when the user interrupts the answer.
     fn interrupted(&mut self) -> LocalBoxFuture<'_, ()>;
 }
 
-/// What the user is told of a model that does not chat.
+/// Returns the note for a model that does not support chat.
 fn note_of(why: NoChat) -> &'static str {
     match why {
         NoChat::NoTemplate => {
-            "the model has no chat template: it continues each prompt as it stands and knows of nothing before it"
+            "the model has no chat template: it continues each prompt without the earlier conversation"
         }
         NoChat::ReadsSources => {
-            "the model reads each prompt as a source, which it answers, and knows of nothing before it"
+            "the model is an encoder-decoder: it processes each prompt without the earlier conversation"
         }
     }
 }
 
-/// What came of a question.
+/// The result of a question.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The answer, as far as it came.
+    /// Text of the answer that was received.
     pub text: String,
     pub ending: Ending,
-    /// How fast it came; `None` if it did not begin.
+    /// Token count and speed; `None` if the answer did not begin.
     pub stats: Option<String>,
 }
 
@@ -46,13 +46,13 @@ pub struct Outcome {
 #[derive(Debug, PartialEq)]
 pub enum Ending {
     Complete,
-    /// By its limit of tokens.
+    /// The answer reached its maximum number of tokens.
     Cut,
     Interrupted,
     Failed(Failure),
 }
 
-/// Asks the dialog's last question and shows the answer. Fails when it cannot be shown.
+/// Sends the dialog's last question and shows the answer. Fails if it cannot be shown.
 pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Screen) -> io::Result<Outcome> {
     let mut text = String::new();
     let mut answer = loop {
@@ -84,7 +84,7 @@ pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Scree
     Ok(Outcome { text, ending, stats: Some(answer.stats()) })
 }
 
-/// What `work` gives, unless `stop` comes first.
+/// Awaits `work` and returns its result, or `None` if `stop` completes first.
 pub async fn unless<T>(stop: impl Future<Output = ()>, work: impl Future<Output = T>) -> Option<T> {
     select! {
         biased;

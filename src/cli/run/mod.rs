@@ -1,9 +1,7 @@
-//! `mainstem run`: a prompt and its answer, or a conversation at the terminal; with a model in this process or
-//! with a server elsewhere. Both are spoken to in the API's own words, so what is seen here is what a client
-//! of the server sees.
+//! `mainstem run`: answers a prompt, or chats at the terminal, with a model in this process or on a remote
+//! server. Both receive requests of the HTTP API, so the results are those of a client of the server.
 //!
-//! Invariant: standard output carries the answer and nothing else; all that is said beside it goes to standard
-//! error.
+//! Invariant: stdout carries the answer and nothing else; everything else goes to stderr.
 
 pub mod args;
 
@@ -40,8 +38,8 @@ use std::process::ExitCode;
 use terminal::{Form, Interrupts, Output, Terminal};
 use transport::Transport;
 
-/// Answers the prompt or chats. The exit code is 130 where Ctrl-C cut an answer short; there is an error when
-/// no answer came, or not all of it.
+/// Answers the prompt or chats. The exit code is 130 if Ctrl-C interrupted an answer. Fails if there is no
+/// answer or an incomplete one.
 pub fn run(args: RunArgs) -> Result<ExitCode> {
     let plan = args.plan()?;
     if let Target::Local(config) = &plan.target {
@@ -69,13 +67,13 @@ async fn carry_out(plan: Plan) -> Result<ExitCode> {
         Task::Chat { history } => chat(client, dialog, Terminal::new(output, history)?, stats).await,
     };
     match done {
-        // Whoever read the answer has read enough.
+        // The reader of stdout has closed it.
         Err(error) if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
         done => done,
     }
 }
 
-/// The way to the model, and its name.
+/// Connects to the server or starts the engine. Returns the transport and the model's name.
 async fn connect(target: Target) -> Result<(Box<dyn Transport>, String)> {
     match target {
         Target::Remote { server, model: Some(model) } => Ok((Box::new(server), model)),
@@ -93,12 +91,12 @@ async fn connect(target: Target) -> Result<(Box<dyn Transport>, String)> {
     }
 }
 
-/// Refuses a model that makes no text, before it is loaded.
+/// Fails for a model that generates no text, before it is loaded.
 fn check_kind(model: &ModelInfo) -> Result<()> {
     let endpoints = model.endpoints.join(" and ");
     ensure!(
         model.kind != Kind::Encoder,
-        "{} is an encoder and makes no text: `mainstem serve` answers {endpoints} with it",
+        "{} is an encoder-only model and generates no text; use `mainstem serve`, which offers {endpoints}",
         model.name
     );
     Ok(())

@@ -1,7 +1,7 @@
-//! A server elsewhere, over HTTP. The client library blocks, so each exchange has a thread of its own. Nobody waits
-//! for a thread whose answer is no longer wanted: it hangs up when the next of it arrives, be it the head.
+//! Remote server over HTTP. The client library blocks, so each request runs on a separate thread. A thread
+//! whose answer was dropped is not awaited: it closes the connection when the next data arrives.
 //!
-//! Invariant: the API key is in the request's header and in no message.
+//! Invariant: the API key occurs in the request's header and in no message.
 
 use super::transport::{Failure, Reply, Transport};
 use actix_web::web::Bytes;
@@ -18,17 +18,17 @@ use tokio::sync::{mpsc, oneshot};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Longest answer that does not come as events.
+/// Maximum size of a response that is not an event stream.
 const WHOLE_BYTES_MAX: u64 = 64 << 20;
 
-/// Where a server's API is, without the `/v1`.
+/// Base URL of a server's API, without `/v1`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BaseUrl(String);
 
 impl FromStr for BaseUrl {
     type Err = String;
 
-    /// Reads `http(s)://host:port`, with or without a path and `/v1` behind it.
+    /// Parses `http(s)://host:port`, optionally followed by a path and `/v1`.
     fn from_str(text: &str) -> Result<BaseUrl, String> {
         let rest = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://"));
         let host = rest.ok_or("it must begin with http:// or https://")?.split('/').next().unwrap_or("");
@@ -43,11 +43,11 @@ impl FromStr for BaseUrl {
 }
 
 impl BaseUrl {
-    /// Whether what is sent there can be read by nobody on the way: it is encrypted, or stays on this machine.
+    /// Whether requests cannot be read in transit: they are encrypted, or stay on this machine.
     pub fn is_private(&self) -> bool {
         let Some(rest) = self.0.strip_prefix("http://") else { return true };
         let authority = rest.split('/').next().unwrap_or_default();
-        // With these in it, host is what the client library's reading makes of it.
+        // With these characters, the client library may parse another host.
         if authority.contains(['@', '\\', '%']) {
             return false;
         }
@@ -68,28 +68,28 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// `key` must be of characters that a header can hold.
+    /// Creates a client of the server at `base`. `key` must be valid in an HTTP header.
     pub fn new(base: BaseUrl, key: Option<&str>) -> Remote {
-        // A connection for each exchange: one kept open might be closed by the time it is needed.
+        // One connection per request: an idle one might be closed by the time it is needed.
         let agent = ureq::builder().timeout_connect(CONNECT_TIMEOUT).redirects(0).max_idle_connections(0);
         let agent = agent.user_agent(concat!("mainstem/", env!("CARGO_PKG_VERSION"))).build();
         Remote { agent, base, authorization: key.map(|key| format!("Bearer {key}")) }
     }
 
-    /// The name of the first model that the server lists.
+    /// Returns the name of the first model that the server lists.
     pub async fn first_model(&self) -> Result<String, Failure> {
         let Arrival::Whole(bytes) = exchange(self.request("GET", "/v1/models"), None).await? else {
-            return Err(Failure::new("the server's list of models is no JSON"));
+            return Err(Failure::new("the server's list of models is not JSON"));
         };
         let list: Value = serde_json::from_slice(&bytes)
-            .map_err(|error| Failure::new(format!("the server's list of models is no JSON: {error}")))?;
+            .map_err(|error| Failure::new(format!("the server's list of models is not JSON: {error}")))?;
         let name = list["data"][0]["id"].as_str().map(str::to_string);
-        name.ok_or_else(|| Failure::new("the server lists no model; name one"))
+        name.ok_or_else(|| Failure::new("the server lists no models; specify MODEL"))
     }
 
     fn request(&self, method: &str, path: &str) -> ureq::Request {
         let request = self.agent.request(method, &format!("{}{path}", self.base.0));
-        // Compressed events would wait in the server's compressor.
+        // A compressing server would buffer events.
         let request = request.set("Accept-Encoding", "identity");
         match &self.authorization {
             Some(value) => request.set("Authorization", value),
@@ -112,7 +112,7 @@ impl Transport for Remote {
     }
 }
 
-/// What arrives of an answer: all of it, or the end of the pipe through which it will come.
+/// The body of a response: complete, or a channel of its parts.
 enum Arrival {
     Whole(Bytes),
     Events(mpsc::Receiver<Result<Bytes, Failure>>),
@@ -127,7 +127,7 @@ async fn exchange(request: ureq::Request, body: Option<String>) -> Result<Arriva
     arrival.await.unwrap_or_else(|_| Err(Failure::new("the connection failed")))
 }
 
-/// Sends the request and reads the answer, for as long as somebody waits for it.
+/// Sends the request and forwards the response to `head` until the receiver is dropped.
 fn carry(request: ureq::Request, body: Option<String>, head: oneshot::Sender<Result<Arrival, Failure>>) {
     let sent = match body {
         Some(body) => request.send_string(&body),
@@ -168,7 +168,7 @@ fn whole(response: ureq::Response) -> Result<Arrival, Failure> {
     Ok(Arrival::Whole(bytes.into()))
 }
 
-/// The response, unless it sends us elsewhere: whoever was asked is who must answer.
+/// Returns a response of status 2xx. Any other status is a failure; redirects are not followed.
 fn success(response: ureq::Response) -> Result<ureq::Response, Failure> {
     match response.status() {
         200..=299 => Ok(response),
@@ -183,7 +183,7 @@ fn failure(error: ureq::Error) -> Failure {
     }
 }
 
-/// What a response that is no success says.
+/// Returns the failure that an unsuccessful response describes.
 fn refusal(response: ureq::Response) -> Failure {
     let status = format!("{} {}", response.status(), response.status_text());
     let body = match whole(response) {
@@ -191,7 +191,9 @@ fn refusal(response: ureq::Response) -> Failure {
         _ => None,
     };
     match body.map(Failure::told) {
-        Some(told) => Failure { body: told.body, ..Failure::new(format!("{status}: {}", told.message)) },
+        Some(failure) => {
+            Failure { body: failure.body, ..Failure::new(format!("{status}: {}", failure.message)) }
+        }
         None => Failure::new(format!("the server answered {status}")),
     }
 }
@@ -201,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_url_is_taken_with_and_without_its_version() {
+    fn a_url_is_accepted_with_and_without_its_version() {
         for (text, base) in [
             ("http://127.0.0.1:8080", "http://127.0.0.1:8080"),
             ("http://localhost:1/", "http://localhost:1"),
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_the_machine_in_the_clear_is_not_private() {
+    fn unencrypted_requests_to_other_machines_are_not_private() {
         let is_private = |text: &str| text.parse::<BaseUrl>().unwrap().is_private();
         for text in [
             "https://example.org",

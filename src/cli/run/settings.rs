@@ -1,14 +1,14 @@
-//! The sampling parameters of a request that the user has set. What is not set is not sent, so that the
-//! server's, or the model's, own defaults hold.
+//! Sampling parameters set by the user. Parameters that are not set are not sent, so that the defaults of the
+//! server or model apply.
 //!
-//! Invariant: every parameter is in one table; its range is the server's to check.
+//! Invariant: all parameters are in one table. The server checks their ranges.
 
 use serde_json::{Map, Number, Value};
 
-/// How the text of a value is read.
+/// Parser of a parameter's value.
 type Read = fn(&str) -> Result<Value, String>;
 
-/// What can be set, by its name in the API.
+/// All parameters, by their names in the API.
 const PARAMETERS: [(&str, Read); 6] = [
     ("temperature", number),
     ("top_p", number),
@@ -23,17 +23,17 @@ const PARAMETERS: [(&str, Read); 6] = [
 pub struct Settings(Map<String, Value>);
 
 impl Settings {
-    /// Sets the parameter, if there is a value.
+    /// Sets the parameter if `value` is `Some`.
     pub fn insert(&mut self, name: &str, value: Option<impl Into<Value>>) {
         self.0.extend(value.map(|value| (name.to_string(), value.into())));
     }
 
-    /// Sets the parameter to what `text` says; "default" takes the setting back. An unknown name or a text
-    /// that is no such value is an error for the user.
+    /// Sets the parameter from text; "default" resets it. Fails with a message for an unknown name or an
+    /// invalid value.
     pub fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
         let name = name.replace('-', "_");
         let Some((name, read)) = PARAMETERS.iter().find(|(known, _)| *known == name) else {
-            return Err(format!("there is no parameter '{name}'; there are {}", names()));
+            return Err(format!("there is no parameter '{name}'; the parameters are {}", names()));
         };
         match text {
             "default" => _ = self.0.remove(*name),
@@ -47,12 +47,12 @@ impl Settings {
         self.0.contains_key(name)
     }
 
-    /// Writes what is set into a request's body.
+    /// Adds the parameters that are set to a request's body.
     pub fn add_to(&self, body: &mut Map<String, Value>) {
         body.extend(self.0.clone());
     }
 
-    /// Every parameter with its value, for the user.
+    /// Formats all parameters with their values.
     pub fn describe(&self) -> String {
         let value = |name| self.0.get(name).map_or("default".to_string(), Value::to_string);
         PARAMETERS.map(|(name, _)| format!("{name} {}", value(name))).join(", ")
@@ -64,18 +64,18 @@ pub fn names() -> String {
     PARAMETERS.map(|(name, _)| name).join(", ")
 }
 
-/// Reads a number such as 0.7.
+/// Parses a number such as 0.7.
 pub fn number(text: &str) -> Result<Value, String> {
     let number = text.parse().ok().and_then(Number::from_f64);
-    number.map(Value::Number).ok_or_else(|| format!("'{text}' is no number"))
+    number.map(Value::Number).ok_or_else(|| format!("'{text}' is not a number"))
 }
 
-/// Reads a number such as 40 or -1.
+/// Parses an integer such as 40 or -1.
 pub fn whole_number(text: &str) -> Result<Value, String> {
     let signed = text.parse::<i64>().map(Value::from);
     signed
         .or_else(|_| text.parse::<u64>().map(Value::from))
-        .map_err(|_| format!("'{text}' is no whole number"))
+        .map_err(|_| format!("'{text}' is not a whole number"))
 }
 
 #[cfg(test)]

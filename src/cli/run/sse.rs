@@ -1,27 +1,28 @@
-//! Server-sent events: bytes, cut anywhere, to the data of each event. Comments and all fields but `data` are
-//! passed over, as the APIs use no other.
+//! Parser of server-sent events: turns bytes, split anywhere, into the data of each event. Comments and all
+//! fields but `data` are ignored, since the APIs use no others.
 //!
-//! Invariant: what comes out does not depend on where the bytes were cut.
+//! Invariant: the result does not depend on where the bytes are split.
 
-/// Longest event that is taken; a server that sends more is broken.
+/// Maximum size of an event.
 const EVENT_BYTES_MAX: usize = 16 << 20;
 
-/// What has been read of an event.
+/// Incremental parser; holds the incomplete event.
 #[derive(Debug, Default)]
 pub struct Parser {
     line: Vec<u8>,
     data: Option<Vec<u8>>,
-    /// The last byte was a carriage return, which a line feed may still belong to.
+    /// Whether the last byte was a carriage return, which a following line feed belongs to.
     returned: bool,
 }
 
-/// An event is longer than 16 MiB.
+/// The error for an event longer than 16 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the server sent an event of more than 16 MiB")]
 pub struct TooLong;
 
 impl Parser {
-    /// Reads on, and gives the data of the events that end within `bytes`.
+    /// Parses further bytes and returns the data of the events that end in them. Fails if an event is too
+    /// long.
     pub fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, TooLong> {
         let mut events = Vec::new();
         for &byte in bytes {
@@ -36,7 +37,8 @@ impl Parser {
         if held > EVENT_BYTES_MAX { Err(TooLong) } else { Ok(events) }
     }
 
-    /// The event that an empty line ends; any other line adds to it.
+    /// Processes a complete line. An empty line ends an event, whose data is returned; any other line adds to
+    /// it.
     fn end_line(&mut self) -> Option<String> {
         if self.line.is_empty() {
             return self.data.take().map(|data| String::from_utf8_lossy(&data).into_owned());

@@ -1,7 +1,7 @@
-//! The user's terminal: the line editor with its history, colours, Ctrl-C; and plain output for
-//! everything that is no terminal.
+//! Terminal input and output: the line editor with its history, colours and Ctrl-C; and plain output if
+//! stdout is not a terminal.
 //!
-//! Invariant: escape sequences are ours alone, and go to terminals alone.
+//! Invariant: only escape sequences of this program are written, and only to terminals.
 
 use super::chat::{Console, Input, Mark};
 use super::client::Chunk;
@@ -23,55 +23,56 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 const HISTORY_ENTRIES_MAX: usize = 1000;
 
-/// Ctrl-C, while it is not the line editor's.
+/// Receiver of Ctrl-C outside the line editor.
 pub struct Interrupts(UnboundedReceiver<()>);
 
 impl Interrupts {
-    /// Listens from now on; the process is no longer ended by the signal.
+    /// Starts to listen. From then on the signal does not end the process.
     pub fn listen() -> Result<Interrupts> {
         let mut signal = signal(SignalKind::interrupt()).context("cannot listen for signals")?;
         let (sender, receiver) = unbounded_channel();
-        // On a thread of its own: the line editor blocks this one, and signals that come meanwhile must not
-        // wait for the next answer.
+        // On a separate thread: the line editor blocks this one, and signals that arrive meanwhile must not
+        // be delayed to the next answer.
         Arbiter::new()
             .spawn(async move { while signal.recv().await.is_some() && sender.send(()).is_ok() {} });
         Ok(Interrupts(receiver))
     }
 
-    /// Waits for the next one.
+    /// Waits for the next Ctrl-C.
     pub async fn next(&mut self) {
         if self.0.recv().await.is_none() {
             pending().await
         }
     }
 
-    /// Forgets those that came while nothing was to be interrupted.
+    /// Discards signals that arrived while there was nothing to interrupt.
     fn forget(&mut self) {
         while self.0.try_recv().is_ok() {}
     }
 }
 
-/// Standard output, and what the user gets to see there.
+/// Output of answers to stdout.
 pub struct Output {
     pub form: Form,
     is_terminal: bool,
     interrupts: Interrupts,
 }
 
-/// In which form answers are printed.
+/// Format in which answers are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Text,
-    /// The API's JSON, an object on each line.
+    /// The API's JSON, one object per line.
     Json,
 }
 
 impl Output {
+    /// Creates an output to stdout.
     pub fn new(form: Form, interrupts: Interrupts) -> Output {
         Output { form, is_terminal: io::stdout().is_terminal(), interrupts }
     }
 
-    /// Ends the line that `text` has left open, for the sake of what a terminal shows next.
+    /// Ends the last line of `text` on a terminal, if it is not ended yet.
     pub fn end_line(&mut self, text: &str) -> io::Result<()> {
         match self.is_terminal && self.form == Form::Text && !text.is_empty() && !text.ends_with('\n') {
             true => self.line(""),
@@ -104,16 +105,16 @@ impl Screen for Output {
     }
 }
 
-/// The line editor above, answers below.
+/// An interactive terminal with a line editor.
 pub struct Terminal {
     output: Output,
     editor: Editor<(), FileHistory>,
-    /// Where entries are kept; `None` keeps them for this conversation only.
+    /// History file; `None` keeps entries for this conversation only.
     history: Option<PathBuf>,
 }
 
 impl Terminal {
-    /// A terminal whose history is kept in the file, if one is named and it can be.
+    /// Creates a terminal. If the history file cannot be opened, a note is shown and entries are not saved.
     pub fn new(output: Output, history: Option<PathBuf>) -> Result<Terminal> {
         let config = Config::builder()
             .max_history_size(HISTORY_ENTRIES_MAX)
@@ -121,13 +122,13 @@ impl Terminal {
             .context("cannot set up the line editor")?
             .build();
         let mut editor = Editor::with_config(config).context("cannot set up the line editor")?;
-        // A helper that does nothing: without one the mark has no colour.
+        // An empty helper; without one the prompt has no colour.
         editor.set_helper(Some(()));
         let mut terminal = Terminal { output, editor, history };
         if let Some(file) = terminal.history.take() {
             match terminal.open_history(&file) {
                 Ok(()) => terminal.history = Some(file),
-                Err(error) => terminal.note(&format!("no history is kept in {}: {error:#}", file.display())),
+                Err(error) => terminal.note(&format!("cannot save history in {}: {error:#}", file.display())),
             }
         }
         Ok(terminal)
@@ -183,7 +184,7 @@ impl Console for Terminal {
     }
 }
 
-/// Makes sure that the file is there and nobody else can read it.
+/// Creates a file if it does not exist, with its folder, and restricts access to the user.
 fn private_file(file: &Path) -> Result<()> {
     if let Some(folder) = file.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
@@ -192,14 +193,14 @@ fn private_file(file: &Path) -> Result<()> {
     Ok(file.set_permissions(PermissionsExt::from_mode(0o600))?)
 }
 
-/// The history's file in the user's state folder, if there is such a folder.
+/// Returns the path of the history file in the user's state folder; `None` if no such folder is known.
 pub fn history_file() -> Option<PathBuf> {
     let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state")))?;
     Some(state.join("mainstem/history"))
 }
 
-/// Tells the user something, on standard error. It may be closed; a note is not worth failing for.
+/// Prints a note to stderr. Errors are ignored, because stderr may be closed.
 pub fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{}", paint(DIM, text, io::stderr().is_terminal()));
 }
@@ -207,7 +208,7 @@ pub fn note(text: &str) {
 const DIM: &str = "2";
 const CYAN: &str = "36";
 
-/// The text in a style, if it goes to a terminal that wants colours.
+/// Adds a style to text if it goes to a terminal with colours.
 fn paint(style: &str, text: &str, is_terminal: bool) -> String {
     let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let is_plain = set("NO_COLOR") || std::env::var_os("TERM").is_none_or(|term| term == "dumb");

@@ -1,8 +1,8 @@
-//! The way of a request to a server and of its answer back: JSON there, JSON or server-sent events back. One
-//! trait, so that the engine in this process and a server elsewhere are the same to everything above.
+//! Transport of API requests: JSON bodies, answered by JSON or server-sent events. One trait serves the
+//! engine in this process and remote servers.
 //!
-//! Invariant: whoever drops an answer waits for nothing. The engine learns of it at once, a server by the next that it
-//! sends.
+//! Invariant: dropping an answer does not block. The engine notices at once, a server when it sends the next
+//! data.
 
 use crate::cli::escape;
 use crate::server::{Answer, Local};
@@ -12,44 +12,45 @@ use futures_util::future::LocalBoxFuture;
 use futures_util::stream::LocalBoxStream;
 use serde_json::Value;
 
-/// Carries requests.
+/// A way to send API requests.
 pub trait Transport {
-    /// Posts `body` to `path`, such as `/v1/completions`. What is not a success is a [`Failure`].
+    /// Posts `body` to `path`, such as `/v1/completions`. Any unsuccessful response is a [`Failure`].
     fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>>;
 }
 
-/// What comes back.
+/// A successful response.
 pub enum Reply {
     /// A JSON object.
     Whole(Bytes),
-    /// The bytes of server-sent events, cut anywhere.
+    /// Bytes of server-sent events, split anywhere.
     Events(LocalBoxStream<'static, Result<Bytes, Failure>>),
 }
 
-/// Why a model can complete, and not chat.
+/// The reason why a model supports completions but not chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoChat {
     NoTemplate,
-    /// An encoder reads what it answers.
+    /// The model is an encoder-decoder.
     ReadsSources,
 }
 
-/// Why there is no answer, or no more of it.
+/// A failed or broken-off answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// For the user; without control characters.
+    /// Message for the user, without control characters.
     pub message: String,
-    /// What the server said, if it was JSON.
+    /// The server's response, if it was JSON.
     pub body: Option<Value>,
 }
 
 impl Failure {
+    /// Creates a failure with a message, whose control characters are escaped.
     pub fn new(message: impl AsRef<str>) -> Failure {
         Failure { message: escape::visible(message.as_ref()).into_owned(), body: None }
     }
 
-    /// The failure that an error object tells of, in the forms that servers give it.
+    /// Creates a failure from an error object, in any of the formats that servers use.
     pub fn told(body: Value) -> Failure {
         let texts = [&body["error"]["message"], &body["error"], &body["message"], &body["detail"]];
         let message = texts.into_iter().find_map(|text| text.as_str().map(str::to_string));
@@ -57,8 +58,8 @@ impl Failure {
         Failure { body: Some(body), ..Failure::new(message) }
     }
 
-    /// Why the model cannot chat, if that is what it says. Servers have a common code for it no more than a common
-    /// text.
+    /// Returns why the model does not support chat, if that is the failure. Servers share neither an error
+    /// code nor a message for it, so several are recognized.
     pub fn no_chat(&self) -> Option<NoChat> {
         let code = self.body.as_ref().and_then(|body| body["error"]["code"].as_str());
         let texts = ["no chat template", "must provide a chat template"];

@@ -1,6 +1,6 @@
-//! The devices of the configuration made real. The one place that names a concrete backend.
+//! Construction of the configured devices. The only place that names a concrete backend.
 //!
-//! Invariant: the devices come in the order of the partition: stage by stage, by rank.
+//! Invariant: devices are in the order of the partition: stage by stage, by rank.
 
 use super::super::words;
 use crate::actors::EngineSetup;
@@ -19,8 +19,8 @@ use mainstem_kernels::{Backend, Collective, StepLimits};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Divides the model among the configured devices. Where kinds differ and nobody says who gets what, their speed is
-/// measured, which takes a moment.
+/// Divides the model among the configured devices. If the kinds of devices differ and no layers are
+/// configured, the speed of each kind is measured first, which takes a fraction of a second.
 pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partition> {
     let mut speeds = BTreeMap::new();
     let kinds = || config.devices().map(|device| device.kind);
@@ -32,7 +32,7 @@ pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partitio
             }
         }
     }
-    // They share the machine's memory, whatever the split.
+    // The devices share the machine's memory, so the split does not affect whether the model fits.
     let place = |device: &DeviceName| Place {
         speed: speeds.get(device.kind.name()).copied().unwrap_or(1.0),
         memory: f64::INFINITY,
@@ -40,7 +40,8 @@ pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partitio
     Ok(opened::partition(source, config, place)?)
 }
 
-/// Makes executors for every device, each time from the model's files.
+/// Returns a factory per device, stage by stage, by rank. Each call of a factory builds an executor from the
+/// model's files.
 pub fn factories(
     config: &DeviceConfig,
     source: &Arc<ModelSource>,
@@ -57,7 +58,7 @@ pub fn factories(
     config.groups.iter().zip(setup.partition.shards()).map(of_stage).collect()
 }
 
-/// What one device holds.
+/// The part of a model that one device holds, with its sizes.
 struct Part {
     source: Arc<ModelSource>,
     shard: Shard,
@@ -79,14 +80,14 @@ fn factory(kind: DeviceKind, config: DeviceConfig, part: Part, tokenizer: Arc<To
     })
 }
 
-/// A member of `stage` with weights.
+/// Builds the executor of a rank of `stage` and loads its weights.
 fn real<B: Backend>(mut backend: B, stage: Box<dyn Collective>, part: &Part) -> Result<Box<dyn Executor>> {
     backend.join(stage);
     let Part { source, shard, kv, limits } = part;
     Ok(Box::new(ModelExecutor::new(backend, source, shard, *kv, *limits)?))
 }
 
-/// What the configured devices would allocate, stage by stage, by rank; see [`executor::forecast`].
+/// Predicts the allocations of the configured devices, stage by stage, by rank; see [`executor::forecast`].
 pub fn forecast(
     config: &DeviceConfig,
     source: &ModelSource,
@@ -117,7 +118,7 @@ fn forecast_of(
     }
 }
 
-/// The devices' reports as one.
+/// Merges the reports of several devices into one: tensors and sizes are added up.
 pub fn together(built: Vec<ExecutorReport>) -> ExecutorReport {
     let mut names: Vec<String> = built.iter().map(|report| report.device.clone()).collect();
     names.dedup();
@@ -136,7 +137,7 @@ pub fn together(built: Vec<ExecutorReport>) -> ExecutorReport {
     ExecutorReport { device: names, ..sum.unwrap_or_default() }
 }
 
-/// A CPU device as it is configured.
+/// Creates a CPU backend with the configured threads, instruction set and activation precision.
 pub(super) fn cpu(config: &DeviceConfig) -> Result<CpuBackend> {
     let DeviceConfig { threads, isa, inputs, .. } = *config;
     Ok(CpuBackend::new(CpuConfig { threads, isa, inputs })?)

@@ -1,8 +1,9 @@
-//! How fast this machine's devices are: what the planner goes by.
+//! Speed measurement of this machine's devices, for the planner.
 //!
-//! A product of a large matrix with one row reads the matrix and does little else; with many rows it computes; a small one
-//! takes what every operation takes. Each is done again and again for a moment, and the fastest counts.
-//! Invariant: nothing that is measured here outlives the measurement.
+//! A GEMM of a large matrix with one row is bound by memory bandwidth, with many rows by arithmetic, and one
+//! of a small matrix by the overhead of an operation. Each is repeated for a short time, and the fastest run
+//! counts.
+//! Invariant: everything that is allocated here is freed when the measurement ends.
 
 use super::devices::cpu;
 use crate::actors::engine::available_memory;
@@ -15,38 +16,38 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Width of the matrix, which is square: 64 MiB, more than most caches hold. From many devices on each has less, and what is
-/// measured is a bound from above.
+/// Width of the square F32 matrix: 64 MiB, more than most caches hold. With many devices each has a smaller
+/// matrix, and the measured bandwidth is an upper bound.
 const WIDTH: usize = 4096;
 
-/// Most such matrices at once: 512 MiB. More devices have some of the rows each.
+/// Maximum number of full matrices at once: 512 MiB. With more devices, each has a part of the rows.
 const WHOLE: usize = 8;
 
 const SQUARE: (usize, usize) = (WIDTH, WIDTH);
 
-/// Width of one that any cache holds.
+/// Width of a matrix that fits any cache.
 const SMALL: usize = 64;
 
-/// Rows of a product that computes more than it reads.
+/// Rows of the GEMM that is bound by arithmetic.
 const ROWS: usize = 64;
 
-/// Time for each figure.
+/// Duration of each measurement.
 const MOMENT: Duration = Duration::from_millis(80);
 
-/// Round trips between two threads.
+/// Number of round trips between two threads.
 const TRIPS: u32 = 500;
 
-/// Bytes of weights that a device of that kind goes through in a second, alone.
+/// Measures the weight bytes per second that one device of `kind` reads alone.
 pub fn bandwidth(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
     Ok(bytes(WIDTH) / fastest(product(config, kind, SQUARE, 1)?))
 }
 
-/// Bytes of so many rows of the large matrix.
+/// Returns the bytes of `rows` rows of the large matrix.
 fn bytes(rows: usize) -> f64 {
     (rows * WIDTH * size_of::<f32>()) as f64
 }
 
-/// This machine with the configured devices, each as fast as others of its kind.
+/// Measures this machine with the configured devices. One device of each kind is measured for all of them.
 pub fn machine(config: &DeviceConfig) -> Result<Hardware> {
     let memory = available_memory() as f64;
     let mut kinds: Vec<(DeviceKind, Device)> = Vec::new();
@@ -67,11 +68,11 @@ pub fn machine(config: &DeviceConfig) -> Result<Hardware> {
     })
 }
 
-/// A device of that kind, alone.
+/// Measures one device of `kind` alone.
 fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Device> {
     let rows = match kind {
         DeviceKind::Cpu => ROWS,
-        // It goes through the matrix again for each row.
+        // The reference backend reads the matrix again for each row.
         DeviceKind::Reference | DeviceKind::Fake { .. } => 1,
     };
     Ok(Device {
@@ -82,7 +83,7 @@ fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Devi
     })
 }
 
-/// What all devices read in a second when each of them does.
+/// Measures the bytes per second that all devices read together when they run at the same time.
 fn together(config: &DeviceConfig) -> Result<f64> {
     let devices = config.devices().count();
     let (begin, out) = (Arc::new(Barrier::new(devices)), outputs_each(devices));
@@ -95,24 +96,26 @@ fn together(config: &DeviceConfig) -> Result<f64> {
         })
     };
     let threads: Vec<_> = config.devices().map(reading).collect();
-    let each = threads.into_iter().map(|thread| thread.join().ok().context("a measuring thread is gone")?);
+    let each =
+        threads.into_iter().map(|thread| thread.join().ok().context("a measurement thread has panicked")?);
     each.sum()
 }
 
-/// Rows of the matrix that each of so many devices has at once: all of them, up to as many devices as [`WHOLE`] says.
+/// Returns the matrix rows per device when `devices` run at once: all rows for up to [`FULL_MATRICES_MAX`]
+/// devices.
 fn outputs_each(devices: usize) -> usize {
     (WIDTH * WHOLE / devices).clamp(1, WIDTH)
 }
 
-/// Seconds from one thread to another that sleeps.
+/// Measures the seconds that a message takes to reach a sleeping thread.
 fn latency() -> Result<f64> {
     let (there, at_work) = mpsc::channel();
     let (back, answers) = mpsc::channel();
     let echo = thread::spawn(move || at_work.into_iter().try_for_each(|()| back.send(())));
     let began = Instant::now();
     for _ in 0..TRIPS {
-        there.send(()).context("a measuring thread is gone")?;
-        answers.recv().context("a measuring thread is gone")?;
+        there.send(()).context("a measurement thread has panicked")?;
+        answers.recv().context("a measurement thread has panicked")?;
     }
     let seconds = began.elapsed().as_secs_f64() / f64::from(2 * TRIPS);
     drop(there);
@@ -120,7 +123,7 @@ fn latency() -> Result<f64> {
     Ok(seconds)
 }
 
-/// Bytes that a thread copies in a second.
+/// Measures the bytes per second that a thread copies.
 fn copying() -> f64 {
     let (from, mut to) = (vec![1u8; 4 << 20], vec![0u8; 4 << 20]);
     let seconds = fastest(|| {
@@ -130,27 +133,23 @@ fn copying() -> f64 {
     from.len() as f64 / seconds
 }
 
-/// A product, done each time it is called.
+/// A GEMM that runs at each call.
 type Product = Box<dyn FnMut()>;
 
-/// Of `rows` with a matrix (out, inp) on a device of that kind.
+/// Prepares a GEMM of `rows` rows with a zero matrix (N, K) on a device of `kind`.
 fn product(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<Product> {
     match kind {
         DeviceKind::Cpu => product_on(cpu(config)?, matrix, rows),
         DeviceKind::Reference => product_on(Reference::new(), matrix, rows),
-        DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so there is no speed to measure"),
+        DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so their speed cannot be measured"),
     }
 }
 
-fn product_on<B: Backend + 'static>(
-    mut backend: B,
-    (out, inp): (usize, usize),
-    rows: usize,
-) -> Result<Product> {
-    let bytes = vec![0; out * inp * size_of::<f32>()];
-    let weight = backend.upload_weight(QuantType::F32, out, inp, &bytes)?;
-    let x = backend.alloc(rows * inp * size_of::<f32>())?;
-    let mut y = backend.alloc(rows * out * size_of::<f32>())?;
+fn product_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: usize) -> Result<Product> {
+    let bytes = vec![0; n * k * size_of::<f32>()];
+    let weight = backend.upload_weight(QuantType::F32, n, k, &bytes)?;
+    let x = backend.alloc(rows * k * size_of::<f32>())?;
+    let mut y = backend.alloc(rows * n * size_of::<f32>())?;
     backend.prepare(&StepLimits {
         slots: 1,
         rows,
@@ -167,19 +166,20 @@ fn product_on<B: Backend + 'static>(
     Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
 }
 
-/// Seconds of the fastest of as many runs as a moment has room for, one at least.
+/// Returns the seconds of the fastest run, after a warm-up run. Runs repeat for [`MEASURE_TIME`], at least
+/// once.
 fn fastest(mut run: impl FnMut()) -> f64 {
     run();
-    let (began, mut least) = (Instant::now(), f64::INFINITY);
-    while least.is_infinite() || began.elapsed() < MOMENT {
+    let (began, mut shortest) = (Instant::now(), f64::INFINITY);
+    while shortest.is_infinite() || began.elapsed() < MOMENT {
         let started = Instant::now();
         run();
-        least = least.min(started.elapsed().as_secs_f64());
+        shortest = shortest.min(started.elapsed().as_secs_f64());
     }
-    least.max(1e-9)
+    shortest.max(1e-9)
 }
 
-/// Seconds of a run on the average: others read at the same time.
+/// Returns the mean seconds of a run, for devices that run at the same time.
 fn mean(mut run: impl FnMut()) -> f64 {
     let (began, mut runs) = (Instant::now(), 0.0);
     while began.elapsed() < MOMENT {
@@ -201,7 +201,8 @@ mod tests {
         Config::load(None, flags).unwrap().device
     }
 
-    /// The oracle computes plainly, in double precision: many times slower than the CPU's kernels, whatever else runs.
+    /// The reference backend computes in double precision, many times slower than the CPU kernels under any
+    /// load.
     #[test]
     fn each_device_has_the_speed_of_its_kind() {
         let machine = machine(&devices("reference:0;0;1")).unwrap();
@@ -210,7 +211,7 @@ mod tests {
         assert!(fast.flops > 2.0 * slow.flops, "{fast:?} {slow:?}");
     }
 
-    /// As many devices as may be named read half a gigabyte together, and each of them something.
+    /// Up to the maximum of 256, devices read at most 512 MiB together, and each of them something.
     #[test]
     fn many_devices_take_no_more_memory_than_some() {
         for devices in 1..=256 {

@@ -1,6 +1,6 @@
-//! From a configuration to a running engine.
+//! Engine startup: from a configuration to a running engine.
 //!
-//! Invariant: of what takes its time, one thing is shown at a time.
+//! Invariant: at most one spinner is shown at a time.
 
 mod devices;
 
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::oneshot;
 
-/// An opened model with the sizes of everything, before anything is allocated.
+/// An opened model with the sizes of all allocations, before anything is allocated.
 pub struct Prepared {
     pub setup: EngineSetup,
     pub source: Arc<ModelSource>,
@@ -30,7 +30,7 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// What the configured model is made of. `model` goes before the configuration's.
+    /// Opens `model` with the configuration's options. `model` replaces the configured path.
     pub fn of(config: &Config, model: &ModelRef) -> Result<Prepared> {
         let _spinner = Spinner::start("opening the model");
         let (source, tokenizer) = with_tokenizer(source(model, &config.model)?)?;
@@ -38,7 +38,7 @@ impl Prepared {
         Ok(Prepared { setup, source, tokenizer, device: config.device.clone() })
     }
 
-    /// What the model is called in the API.
+    /// The model's name in the API.
     pub fn name(&self) -> &str {
         &self.setup.model.name
     }
@@ -51,34 +51,34 @@ impl Prepared {
     }
 }
 
-/// Opens the configured model; one on a hub is fetched first.
+/// Opens the configured model. A hub model is fetched first.
 pub async fn prepare(config: &Config) -> Result<Prepared> {
     let model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
     let reference = ModelRef::parse(&model.path)?;
     Prepared::of(&Config { model, ..config.clone() }, &reference)
 }
 
-/// Opens the model, starts the actors, and loads the weights.
+/// Opens the configured model, starts the actors and loads the weights.
 pub async fn engine(config: &Config) -> Result<Engine> {
     prepare(config).await?.start().await
 }
 
-/// The sizes of everything for that model, divided among the configured devices.
+/// Computes the engine's sizes for a model divided among the configured devices.
 pub fn setup(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
     EngineSetup::new(config, source, partition(&config.device, source)?)
 }
 
-/// A model and its tokenizer.
+/// Opens a model and its tokenizer.
 pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     with_tokenizer(ModelSource::open(model, spec_file)?)
 }
 
-/// The same as it is configured.
+/// Opens a model with its configured options, and its tokenizer.
 pub fn configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     with_tokenizer(source(model, config)?)
 }
 
-/// Where the model does not say what ends a text, the tokenizer does.
+/// Opens the tokenizer of a model. If the model names no end tokens, the tokenizer's is used.
 fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     let tokenizer = tokenizer(&source)?;
     if source.eos.is_empty() {
@@ -87,13 +87,14 @@ fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Toke
     Ok((Arc::new(source), Arc::new(tokenizer)))
 }
 
-/// A model with the specification and the chat template that are configured, else its own.
+/// Opens a model with the configured specification, weight formats and chat template. Fails if a weight rule
+/// applies to no tensor.
 pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
     source.weights = config.weights.clone();
     if let Some(pattern) = source.weights.idle(&tensors::pieces(&source.spec)) {
         bail!(
-            "model.weights: '{pattern}' is no tensor of {}, or only ones with a rule before",
+            "model.weights: '{pattern}' matches no tensor of {}, or only tensors of earlier rules",
             source.path.display()
         );
     }
@@ -105,13 +106,13 @@ pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     Ok(source)
 }
 
-/// The model on this machine: one that a hub has is fetched first, and served under its name there. Blocks.
+/// Fetches a hub model and returns the configuration with its local folder and, unless one is configured, its
+/// hub name as the served name. Other models are returned as they are. Blocks.
 pub fn fetched(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelConfig> {
     if HubReference::is_meant(&model.path) {
         let reference = HubReference::parse(&model.path)?;
         let folder = hub::fetch(&reference, settings, &mut Bars::default())?;
-        model.path =
-            folder.to_str().context("the hub's cache is in a folder whose name is no UTF-8")?.to_owned();
+        model.path = folder.to_str().context("the path of the hub cache is not UTF-8")?.to_owned();
         if model.served_name.is_empty() {
             model.served_name = reference.repository().to_owned();
         }
@@ -119,15 +120,15 @@ pub fn fetched(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelCo
     Ok(model)
 }
 
-/// The same on a thread of its own, which the process does not wait for when it ends.
+/// Runs [`fetch_model`] on a separate thread, which the process does not wait for at exit.
 pub async fn fetched_aside(model: ModelConfig, settings: HubSettings) -> Result<ModelConfig> {
     let (sender, receiver) = oneshot::channel();
-    // Nobody may be left to take the answer.
+    // The receiver may have been dropped.
     std::thread::spawn(move || _ = sender.send(fetched(model, &settings)));
-    receiver.await.context("the fetching thread is gone")?
+    receiver.await.context("the download thread has panicked")?
 }
 
-/// The tokenizer that belongs to the model.
+/// Opens the model's tokenizer.
 pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     match &source.kind {
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
@@ -140,22 +141,22 @@ pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     }
 }
 
-/// The tokenizer in the folder of a GGUF file without a vocabulary: that of a hub's model, or else of a llama2.c
-/// one.
+/// Opens the tokenizer in the folder of a GGUF file that has no vocabulary: `tokenizer.json` of a hub model,
+/// else `tokenizer.bin` of a llama2.c model.
 fn beside_gguf(gguf: &Gguf, vocab: usize) -> Result<Tokenizer> {
     let folder = gguf.folder();
     match (folder.has("tokenizer.json"), folder.has("tokenizer.bin")) {
         (true, _) => Tokenizer::from_folder(&folder),
         (false, true) => Tokenizer::from_llama2c(&folder.file("tokenizer.bin"), vocab),
         (false, false) => bail!(
-            "{} has no vocabulary, and no tokenizer beside it, neither tokenizer.json nor tokenizer.bin",
+            "{} has no vocabulary, and its folder has no tokenizer.json or tokenizer.bin",
             gguf.path().display()
         ),
     }
 }
 
-/// The tokenizer of a llama2.c file: `tokenizer.bin` in its folder, or the one file there that is called
-/// `tok*.bin`.
+/// Returns the tokenizer file of a llama2.c model: `tokenizer.bin` in its folder, or the only `tok*.bin`
+/// there.
 fn beside(model: &Path) -> Result<PathBuf> {
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let usual = folder.join("tokenizer.bin");
@@ -170,7 +171,10 @@ fn beside(model: &Path) -> Result<PathBuf> {
     let mut found: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(named_like_it).collect();
     match (found.pop(), found.is_empty()) {
         (Some(only), true) => Ok(only),
-        (None, _) => bail!("{} has no tokenizer beside it: tokenizer.bin or tok*.bin", model.display()),
-        _ => bail!("{} has several tok*.bin beside it; call the right one tokenizer.bin", model.display()),
+        (None, _) => bail!("the folder of {} has no tokenizer.bin or tok*.bin", model.display()),
+        _ => bail!(
+            "the folder of {} has several tok*.bin; rename the right one to tokenizer.bin",
+            model.display()
+        ),
     }
 }

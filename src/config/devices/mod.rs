@@ -1,19 +1,19 @@
-//! The devices that hold a model, as they are named: stages by layers, members of a stage by rank.
+//! Syntax of device groups: pipeline stages, each a list of devices in rank order.
 //!
-//! A list of lists, `[["cpu:0", "cpu:1"], ["cpu:2"]]`, or its short form `0&1;2`. What belongs to stages and members, counts
-//! of layers and shares, is written the same two ways.
-//! Invariant: a device is named once, and those of a stage are of one kind.
+//! Groups are a list of lists, `[["cpu:0", "cpu:1"], ["cpu:2"]]`, or its short form `0&1;2`. Layer counts per
+//! stage and shares per rank use the same two forms.
+//! Invariant: a device is named once, and the devices of a stage are of one kind.
 
 use super::{DeviceKind, Experts};
 use std::fmt;
 use strsim::levenshtein;
 use toml::Value;
 
-/// One device: `cpu:0`.
+/// A device's name, such as `cpu:0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceName {
     pub kind: DeviceKind,
-    /// Tells those of a kind apart.
+    /// Index among the devices of this kind.
     pub number: u32,
 }
 
@@ -23,23 +23,24 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// Stages, each with its members.
+/// Pipeline stages, each with its devices in rank order.
 pub type Groups = Vec<Vec<DeviceName>>;
 
-/// How members share experts, by the words that set it.
+/// Expert splits by their names in the configuration.
 pub(super) const EXPERTS: [(&str, Experts); 2] = [("column", Experts::Column), ("expert", Experts::Expert)];
 
-/// Most devices of one model.
+/// Maximum number of devices of one model.
 const DEVICES_MAX: usize = 256;
 
-/// The groups in their short form, which is read back as the same.
+/// Formats groups in the short form. Parsing the result gives the same groups.
 pub fn spelled(groups: &[Vec<DeviceName>]) -> String {
     let stage =
         |members: &Vec<DeviceName>| members.iter().map(ToString::to_string).collect::<Vec<_>>().join("&");
     groups.iter().map(stage).collect::<Vec<_>>().join(";")
 }
 
-/// The stages that `value` names. A number alone is one of `kinds`' first; so is, where nothing is named, its device 0.
+/// Parses device groups. A bare number is a device of the `default` kind, and an empty value is that kind's
+/// device 0. Other names must be of one of `kinds`.
 pub(super) fn groups(value: &Value, default: DeviceKind, kinds: &[DeviceKind]) -> Result<Groups, String> {
     let name = |text: &String| device(text, default, kinds);
     let stages = stages(value)?.into_iter().map(|stage| stage.iter().map(name).collect());
@@ -58,7 +59,7 @@ pub(super) fn groups(value: &Value, default: DeviceKind, kinds: &[DeviceKind]) -
 fn device(text: &str, default: DeviceKind, kinds: &[DeviceKind]) -> Result<DeviceName, String> {
     let (kind, number) = text.split_once(':').unwrap_or((default.name(), text));
     let found = kinds.iter().find(|known| known.name() == kind);
-    // So many digits that none is lost.
+    // At most 5 digits, so that the number always fits.
     let number = Some(number).filter(|number| number.len() <= 5 && is_number(number));
     match (found, number.and_then(|number| number.parse().ok())) {
         (Some(kind), Some(number)) => Ok(DeviceName { kind: *kind, number }),
@@ -70,7 +71,7 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The device that was most likely meant.
+/// Returns the device name most similar to `text`, for a suggestion.
 fn nearest(text: &str, kinds: &[DeviceKind]) -> String {
     let (words, digits): (String, String) = text.chars().partition(|c| !c.is_ascii_digit());
     let near =
@@ -83,20 +84,20 @@ fn check_named_once(groups: &Groups) -> Result<(), String> {
     let mut seen = Vec::new();
     for device in groups.iter().flatten() {
         if seen.contains(device) {
-            return Err(format!("{device} is there twice; {}", nearest_groups(groups)));
+            return Err(format!("{device} is listed twice; {}", nearest_groups(groups)));
         }
         seen.push(*device);
     }
     Ok(())
 }
 
-/// The members of a stage add up each other's numbers, so they must be made alike; and what computes nothing cannot hand
-/// anything on to what does.
+/// Checks that each stage has devices of one kind, whose partial sums are added, and that fake and real
+/// devices are not mixed, because a fake device produces no activations.
 fn check_kinds(groups: &Groups) -> Result<(), String> {
     let all = || groups.iter().flatten();
     if let (Some(fake), Some(real)) = (all().find(is_fake), all().find(|device| !is_fake(device))) {
         let nearest = nearest_groups(groups);
-        return Err(format!("{fake} computes nothing that {real} could go on with; {nearest}"));
+        return Err(format!("{fake} produces no activations for {real}; {nearest}"));
     }
     for stage in groups {
         if let Some(other) = stage.iter().find(|device| device.kind != stage[0].kind) {
@@ -114,7 +115,7 @@ fn is_fake(device: &&DeviceName) -> bool {
     matches!(device.kind, DeviceKind::Fake { .. })
 }
 
-/// In words: the groups with each device once, fake ones only among themselves, and a stage for each kind.
+/// Suggests valid groups: each device once, fake devices only if all are fake, and a stage for each kind.
 fn nearest_groups(groups: &Groups) -> String {
     let only_fake = groups.iter().flatten().all(|device| is_fake(&device));
     let mut seen = Vec::new();
@@ -130,7 +131,7 @@ fn nearest_groups(groups: &Groups) -> String {
     format!("the nearest possible is {}", spelled(&nearest))
 }
 
-/// The stage as one for each kind.
+/// Splits a stage into one per kind.
 fn by_kind(stage: &[DeviceName]) -> Groups {
     let mut groups = Groups::new();
     for device in stage {
@@ -142,7 +143,7 @@ fn by_kind(stage: &[DeviceName]) -> Groups {
     groups
 }
 
-/// Layers of each stage; empty where that is left to the program.
+/// Parses the layers per stage; empty for an automatic split.
 pub(super) fn layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, String> {
     let stages = stages(value)?;
     let count = |stage: &Vec<String>| match &stage[..] {
@@ -152,7 +153,7 @@ pub(super) fn layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, Strin
     let layers = stages.iter().map(count).collect::<Result<Vec<_>, _>>()?;
     if !layers.is_empty() && layers.len() != groups.len() {
         return Err(format!(
-            "is for {}, but device.groups makes {} ({}); [] leaves the split to the program",
+            "is for {}, but device.groups has {} ({}); [] splits automatically",
             counted(layers.len(), "stage"),
             groups.len(),
             spelled(groups)
@@ -161,7 +162,7 @@ pub(super) fn layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, Strin
     Ok(layers)
 }
 
-/// How much of a stage each member takes; empty where that is the same for all.
+/// Parses the relative share per rank; empty for equal shares.
 pub(super) fn shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, String> {
     let share = |text: &String| whole(text).map(|share| share as u32);
     let shares = stages(value)?.into_iter().map(|stage| stage.iter().map(share).collect());
@@ -177,7 +178,7 @@ pub(super) fn shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, St
     }
 }
 
-/// A count or a share, which is never nothing.
+/// Parses a layer count or a share, from 1.
 fn whole(text: &str) -> Result<usize, String> {
     const MOST: usize = 1_000_000;
     let number =
@@ -191,7 +192,7 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A list of lists in either form, as texts.
+/// Parses a list of lists in either form into strings.
 fn stages(value: &Value) -> Result<Vec<Vec<String>>, String> {
     match value {
         Value::String(text) if text.trim_start().starts_with('[') => match text.parse() {
@@ -228,14 +229,14 @@ fn member(value: &Value) -> Result<String, String> {
     }
 }
 
-/// `0&1;2`, where a comma does for `;` and a bar for `&`.
+/// Parses the short form `0&1;2`. A comma may replace `;` and a bar may replace `&`.
 fn short(text: &str) -> Result<Vec<Vec<String>>, String> {
     let stages: Vec<Vec<String>> = text
         .split([';', ','])
         .map(|stage| stage.split(['&', '|']).map(|member| member.trim().to_string()).collect())
         .collect();
     match stages.iter().flatten().any(String::is_empty) {
-        true => Err(format!("'{text}' has an empty place; it is written like 0&1;2&3")),
+        true => Err(format!("'{text}' has an empty entry; the format is 0&1;2&3")),
         false => Ok(stages),
     }
 }

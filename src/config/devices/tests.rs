@@ -8,7 +8,7 @@ fn groups_of(value: impl Into<Value>) -> Result<Groups, String> {
     groups(&value.into(), DeviceKind::Cpu, &KINDS)
 }
 
-/// In the form that can be read back.
+/// Parses groups and formats them in the short form.
 fn read(value: impl Into<Value>) -> String {
     spelled(&groups_of(value).unwrap())
 }
@@ -18,7 +18,7 @@ fn toml(text: &str) -> Value {
 }
 
 #[test]
-fn both_forms_say_the_same() {
+fn both_forms_parse_to_the_same_groups() {
     for (short, list, spelled) in [
         ("0", "[[\"cpu:0\"]]", "cpu:0"),
         ("0;1", "[[0], [1]]", "cpu:0;cpu:1"),
@@ -35,7 +35,7 @@ fn both_forms_say_the_same() {
 }
 
 #[test]
-fn nothing_named_is_one_device_of_the_kind() {
+fn an_empty_value_is_one_device_of_the_default_kind() {
     for nothing in [Value::from(""), toml("[]")] {
         assert_eq!(spelled(&groups(&nothing, FAKE, &KINDS).unwrap()), "fake:0");
     }
@@ -46,30 +46,30 @@ fn nothing_named_is_one_device_of_the_kind() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_the_nearest_that_can() {
+fn invalid_groups_are_rejected_with_a_valid_suggestion() {
     for (text, reason) in [
-        ("0;1;0", "cpu:0 is there twice; the nearest possible is cpu:0;cpu:1"),
-        ("0&cpu:0", "cpu:0 is there twice; the nearest possible is cpu:0"),
+        ("0;1;0", "cpu:0 is listed twice; the nearest possible is cpu:0;cpu:1"),
+        ("0&cpu:0", "cpu:0 is listed twice; the nearest possible is cpu:0"),
         (
             "0&reference:0&1",
             "cpu:0 and reference:0 are in one stage, whose devices must be of one kind; \
                              the nearest possible is cpu:0&cpu:1;reference:0",
         ),
-        ("fake:0;1", "fake:0 computes nothing that cpu:1 could go on with; the nearest possible is cpu:1"),
-        ("0&fake:0", "fake:0 computes nothing that cpu:0 could go on with; the nearest possible is cpu:0"),
+        ("fake:0;1", "fake:0 produces no activations for cpu:1; the nearest possible is cpu:1"),
+        ("0&fake:0", "fake:0 produces no activations for cpu:0; the nearest possible is cpu:0"),
         (
             "fake:1&0&reference:0;fake:2",
-            "fake:1 computes nothing that cpu:0 could go on with; the nearest possible is cpu:0;reference:0",
+            "fake:1 produces no activations for cpu:0; the nearest possible is cpu:0;reference:0",
         ),
-        ("0&0&reference:0;fake:0", "cpu:0 is there twice; the nearest possible is cpu:0;reference:0"),
-        ("fake:0&fake:0", "fake:0 is there twice; the nearest possible is fake:0"),
+        ("0&0&reference:0;fake:0", "cpu:0 is listed twice; the nearest possible is cpu:0;reference:0"),
+        ("fake:0&fake:0", "fake:0 is listed twice; the nearest possible is fake:0"),
         ("gpu:2", "there is no device 'gpu:2'; the nearest is 'cpu:2'"),
         ("cpu", "there is no device 'cpu'; the nearest is 'cpu:0'"),
         ("refrence0", "there is no device 'refrence0'; the nearest is 'reference:0'"),
         ("cpu:-1", "there is no device 'cpu:-1'; the nearest is 'cpu:1'"),
         ("cpu:123456", "there is no device 'cpu:123456'; the nearest is 'cpu:0'"),
-        ("0;;1", "'0;;1' has an empty place"),
-        ("0&", "'0&' has an empty place"),
+        ("0;;1", "'0;;1' has an empty entry"),
+        ("0&", "'0&' has an empty entry"),
         ("[[0], []]", "stage 2 is empty"),
         ("[[0], [1.5]]", "expected a list for each stage"),
         ("[0", "expected a list for each stage"),
@@ -77,7 +77,7 @@ fn what_cannot_be_is_refused_with_the_nearest_that_can() {
         let error = groups_of(text).unwrap_err();
         assert!(error.starts_with(reason), "{text}: {error}");
         if let Some((_, nearest)) = error.split_once("the nearest possible is ") {
-            assert_eq!(read(nearest), nearest, "what is named must be possible");
+            assert_eq!(read(nearest), nearest, "the suggestion must be valid");
         }
     }
     assert!(groups_of(1.5).is_err() && groups_of(7).is_err());
@@ -94,10 +94,7 @@ fn layers_and_shares_are_as_many_as_stages_and_members() {
     }
     assert_eq!(layers(&toml("[]"), &groups), Ok(vec![]));
     let error = layers(&toml("[20]"), &groups).unwrap_err();
-    assert_eq!(
-        error,
-        "is for 1 stage, but device.groups makes 2 (cpu:0&cpu:1;cpu:2); [] leaves the split to the program"
-    );
+    assert_eq!(error, "is for 1 stage, but device.groups has 2 (cpu:0&cpu:1;cpu:2); [] splits automatically");
     for wrong in ["0,1", "-1,1", "1&1;1", "1,x", "10000000,1"] {
         assert!(layers(&wrong.into(), &groups).is_err(), "{wrong}");
     }

@@ -1,6 +1,6 @@
-//! What a GGUF file says of chats.
+//! Chat settings in a GGUF file.
 //!
-//! Invariant: a token is named as the file's own vocabulary names it.
+//! Invariant: special tokens are named by the file's own vocabulary.
 
 use super::Gguf;
 use crate::formats::chat::{ChatFiles, ChatSource};
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 const TEMPLATE: &str = "tokenizer.chat_template";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 
-/// The parts that tokens play: keys that hold the id, and the names that templates know them by.
+/// Metadata keys of special token ids, and the names templates use for these tokens.
 const SPECIAL: [(&str, &str); 4] = [
     ("tokenizer.ggml.bos_token_id", "bos_token"),
     ("tokenizer.ggml.eos_token_id", "eos_token"),
@@ -19,7 +19,7 @@ const SPECIAL: [(&str, &str); 4] = [
 ];
 
 impl ChatFiles {
-    /// What the file itself says, and the folder that it lies in where it says nothing.
+    /// Reads the chat settings of a GGUF file. Values it does not have come from the folder it is in.
     pub fn from_gguf(gguf: &Gguf) -> Result<ChatFiles> {
         let mut chat = ChatFiles::from_folder(&gguf.folder())?;
         if let Some(text) = gguf.opt_str(TEMPLATE)? {

@@ -1,26 +1,27 @@
-//! A place in a file's bytes that moves on as they are read.
+//! A cursor over the bytes of a GGUF file.
 //!
-//! Invariant: what it gives lies inside the file, and a count it gives is no more than what can still follow.
+//! Invariant: every range a cursor returns lies inside the file, and a count is no larger than the rest of
+//! the file can hold.
 
 use crate::formats::fixed_bytes;
 use anyhow::{Context, Result, ensure};
 use std::ops::Range;
 
-/// How wide counts and lengths are.
+/// Width of counts and lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counts {
-    /// As in version 1.
+    /// Version 1.
     Bits32,
     Bits64,
 }
 
 impl Counts {
-    /// Those of that version of the format.
+    /// Returns the width that a version of the format uses.
     pub(super) fn of_version(version: u32) -> Counts {
         if version == 1 { Counts::Bits32 } else { Counts::Bits64 }
     }
 
-    /// Bytes of one.
+    /// Bytes of one count.
     pub(super) fn bytes(self) -> usize {
         match self {
             Counts::Bits32 => 4,
@@ -29,6 +30,7 @@ impl Counts {
     }
 }
 
+/// A read position in the bytes of a file.
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -40,12 +42,12 @@ impl<'a> Cursor<'a> {
         Cursor { bytes, at, counts }
     }
 
-    /// The offset of the byte that is read next.
+    /// Offset of the next byte to be read.
     pub(super) fn at(&self) -> usize {
         self.at
     }
 
-    /// The next `N` bytes.
+    /// Reads the next `N` bytes.
     pub(super) fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
         let taken = fixed_bytes(self.bytes, self.at)?;
         self.at += N;
@@ -60,49 +62,51 @@ impl<'a> Cursor<'a> {
         Ok(u64::from_le_bytes(self.take()?))
     }
 
-    /// A whole number of the width that the version gives to counts.
+    /// Reads an unsigned integer of the width of counts.
     pub(super) fn size(&mut self) -> Result<usize> {
         let size = match self.counts {
             Counts::Bits32 => self.u32()?.into(),
             Counts::Bits64 => self.u64()?,
         };
-        usize::try_from(size).with_context(|| format!("{size} is too large for this machine"))
+        usize::try_from(size)
+            .with_context(|| format!("the size {size} does not fit this machine's address space"))
     }
 
-    /// How many of `what` follow, each of at least `bytes_min`.
+    /// Reads the number of `what` that follow, each of at least `bytes_min` bytes. Fails if the file is too
+    /// short for them.
     pub(super) fn count(&mut self, what: &str, bytes_min: usize) -> Result<usize> {
         let (at, count) = (self.at, self.size()?);
         let left = self.bytes.len() - self.at;
         let needed = count.checked_mul(bytes_min);
         ensure!(
             needed.is_some_and(|needed| needed <= left),
-            "truncated: {count} {what} are declared at offset {at}, and {left} bytes follow"
+            "truncated: {count} {what} are declared at offset {at}, but only {left} bytes follow"
         );
         Ok(count)
     }
 
-    /// Where the next `len` bytes lie.
+    /// Skips `len` bytes and returns their range.
     pub(super) fn skip(&mut self, len: usize) -> Result<Range<usize>> {
         let end = self.at.checked_add(len).filter(|end| *end <= self.bytes.len());
         let end = end.with_context(|| {
-            format!("truncated: {len} bytes expected at offset {}, and {} follow", self.at, self.left())
+            format!("truncated: expected {len} bytes at offset {}, but only {} follow", self.at, self.left())
         })?;
         let begin = std::mem::replace(&mut self.at, end);
         Ok(begin..end)
     }
 
-    /// Where the bytes of a string lie.
+    /// Skips a string and returns the range of its bytes.
     pub(super) fn string(&mut self) -> Result<Range<usize>> {
-        let len = self.count("bytes of a string", 1)?;
+        let len = self.count("string bytes", 1)?;
         self.skip(len)
     }
 
-    /// A name of at most `bytes_max`.
+    /// Reads a string of at most `bytes_max` bytes.
     pub(super) fn name(&mut self, what: &str, bytes_max: usize) -> Result<&'a str> {
         let at = self.at;
         let range = self.string().with_context(|| format!("{what} at offset {at}"))?;
         let len = range.len();
-        ensure!(len <= bytes_max, "{what} at offset {at}: {len} bytes long, more than {bytes_max}");
+        ensure!(len <= bytes_max, "{what} at offset {at}: it has {len} bytes, more than {bytes_max}");
         std::str::from_utf8(&self.bytes[range]).with_context(|| format!("{what} at offset {at}"))
     }
 

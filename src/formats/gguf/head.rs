@@ -1,15 +1,15 @@
-//! The head of a GGUF file: what is declared in it, and where the tensors lie.
+//! The header of a GGUF file: metadata and tensor descriptions.
 //!
-//! | bytes | are |
+//! | part | content |
 //! |---|---|
 //! | `GGUF`, version | u32, from 1 to 3 |
 //! | counts | tensors, then metadata entries; 32 bits in version 1, 64 later |
-//! | metadata | for each: key, type, value |
-//! | tensors | for each: name, number of dimensions, dimensions innermost first, type, offset |
-//! | data | from the next multiple of the alignment; offsets count from here |
+//! | metadata | for each entry: key, type, value |
+//! | tensors | for each tensor: name, number of dimensions, dimensions innermost first, type, offset |
+//! | data | from the next multiple of the alignment; tensor offsets are relative to its start |
 //!
-//! Strings have their length before them, arrays the type and number of their elements.
-//! Invariant: of an accepted file every tensor lies inside it and has bytes of its own.
+//! Strings are preceded by their length, arrays by the type and number of their elements.
+//! Invariant: every tensor of an accepted file lies inside the file and overlaps no other.
 
 use super::cursor::{Counts, Cursor};
 use super::types::GgmlType;
@@ -21,7 +21,7 @@ use std::ops::Range;
 
 pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 
-/// The first bytes of the formats before this one, which are their names backwards.
+/// Magic numbers of the predecessors of GGUF: their names reversed.
 const LEGACY: [(&[u8; 4], &str); 4] =
     [(b"lmgg", "ggml"), (b"fmgg", "ggmf"), (b"tjgg", "ggjt"), (b"algg", "ggla")];
 
@@ -29,26 +29,26 @@ const ALIGNMENT: &str = "general.alignment";
 const ALIGNMENT_DEFAULT: u64 = 32;
 const ALIGNMENT_MAX: u64 = 1 << 16;
 
-/// Bounds of the format: the longest key and name, in bytes, and the dimensions of a tensor.
+/// Limits of the format: bytes of a key and of a tensor name, and dimensions of a tensor.
 const KEY_BYTES_MAX: usize = (1 << 16) - 1;
 const NAME_BYTES_MAX: usize = 64;
 const DIMENSIONS_MAX: u32 = 4;
 
-/// Bounds no real file comes near, so that a file of many gigabytes cannot have as many entries.
+/// Limits beyond any real file, which bound the memory for entries of a malicious one.
 const ENTRIES_MAX: usize = 1 << 16;
 const TENSORS_MAX: usize = 1 << 18;
 
-/// What a file declares.
+/// The parsed header of a GGUF file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Head {
     /// 1, 2 or 3.
     pub version: u32,
     pub metadata: BTreeMap<String, Value>,
-    /// In the file's order.
+    /// Tensors in the file's order.
     pub tensors: Vec<Tensor>,
 }
 
-/// A tensor and its place in the file.
+/// A tensor and the range of its bytes in the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
     pub name: String,
@@ -59,8 +59,8 @@ pub struct Tensor {
 }
 
 impl Head {
-    /// Reads the head of a file with these bytes. Any bytes may be given: what is wrong with them is an error
-    /// that names key or tensor, and nothing is allocated that they are too few for.
+    /// Parses the header of a file with these bytes. Accepts any input: an error names the key or the tensor,
+    /// and no memory is allocated for a count that exceeds what the bytes can hold.
     pub fn read(bytes: &[u8]) -> Result<Head> {
         let version = read_version(bytes)?;
         let counts = Counts::of_version(version);
@@ -77,7 +77,7 @@ impl Head {
     }
 }
 
-/// Whether a file that begins with these bytes is a GGUF file, or of a format before it.
+/// Whether these bytes begin like a GGUF file or one of its predecessors.
 pub(super) fn is_of_the_family(bytes: &[u8]) -> bool {
     bytes.starts_with(&MAGIC) || LEGACY.iter().any(|(magic, _)| bytes.starts_with(*magic))
 }
@@ -85,24 +85,24 @@ pub(super) fn is_of_the_family(bytes: &[u8]) -> bool {
 fn read_version(bytes: &[u8]) -> Result<u32> {
     let magic = fixed_bytes::<4>(bytes, 0)?;
     if let Some((_, name)) = LEGACY.iter().find(|(legacy, _)| **legacy == magic) {
-        bail!("a file of the {name} format, which GGUF has replaced: convert the model to GGUF");
+        bail!("a file in the obsolete {name} format: convert the model to GGUF");
     }
-    ensure!(magic == MAGIC, "no GGUF file: it begins with {}", magic.escape_ascii());
+    ensure!(magic == MAGIC, "not a GGUF file: it begins with {}", magic.escape_ascii());
     match u32::from_le_bytes(fixed_bytes(bytes, 4)?) {
         version @ 1..=3 => Ok(version),
         version if (1..=3).contains(&version.swap_bytes()) => {
-            bail!("a big-endian GGUF file: only little-endian ones can be read")
+            bail!("a big-endian GGUF file: only little-endian files are supported")
         }
-        version => bail!("GGUF version {version} is not known (known: 1, 2 and 3)"),
+        version => bail!("GGUF version {version} is not supported (supported: 1, 2 and 3)"),
     }
 }
 
-/// A key's length, a type and a value of one byte.
+/// Minimum bytes of a metadata entry: the key's length, a type and a value of one byte.
 fn least_entry_bytes(counts: Counts) -> usize {
     counts.bytes() + 4 + 1
 }
 
-/// A name's length, the number of dimensions, a type and an offset.
+/// Minimum bytes of a tensor description: the name's length, the number of dimensions, a type and an offset.
 fn least_tensor_bytes(counts: Counts) -> usize {
     counts.bytes() + 4 + 4 + 8
 }
@@ -112,7 +112,7 @@ fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String,
     for _ in 0..entries {
         let key = cursor.name("the metadata key", KEY_BYTES_MAX)?;
         let value = Value::read(cursor).with_context(|| format!("key '{key}'"))?;
-        ensure!(metadata.insert(key.to_owned(), value).is_none(), "key '{key}': it is there twice");
+        ensure!(metadata.insert(key.to_owned(), value).is_none(), "key '{key}': it appears twice");
     }
     Ok(metadata)
 }
@@ -120,21 +120,21 @@ fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String,
 fn alignment(metadata: &BTreeMap<String, Value>) -> Result<usize> {
     let alignment = match metadata.get(ALIGNMENT) {
         None => ALIGNMENT_DEFAULT,
-        Some(value) => value.whole().with_context(|| {
-            format!("key '{ALIGNMENT}': {} is no whole number that is not negative", value.kind())
-        })?,
+        Some(value) => value
+            .whole()
+            .with_context(|| format!("key '{ALIGNMENT}': {} is not a non-negative integer", value.kind()))?,
     };
     let fits = alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
-    ensure!(fits, "key '{ALIGNMENT}': {alignment} is no power of two up to {ALIGNMENT_MAX}");
+    ensure!(fits, "key '{ALIGNMENT}': {alignment} is not a power of two up to {ALIGNMENT_MAX}");
     Ok(alignment as usize)
 }
 
-/// A tensor as the head describes it.
+/// A tensor description in the header.
 struct Described<'a> {
     name: &'a str,
     ty: GgmlType,
     shape: Vec<usize>,
-    /// From the start of the data, in bytes.
+    /// Bytes from the start of the data section.
     offset: u64,
 }
 
@@ -152,25 +152,25 @@ fn read_described<'a>(cursor: &mut Cursor<'a>, count: usize) -> Result<Vec<Descr
 impl<'a> Described<'a> {
     fn read(name: &'a str, cursor: &mut Cursor<'a>) -> Result<Described<'a>> {
         let dimensions = cursor.u32()?;
-        ensure!(dimensions <= DIMENSIONS_MAX, "{dimensions} dimensions, more than {DIMENSIONS_MAX}");
+        ensure!(dimensions <= DIMENSIONS_MAX, "it has {dimensions} dimensions, more than {DIMENSIONS_MAX}");
         let mut shape = (0..dimensions).map(|_| cursor.size()).collect::<Result<Vec<_>>>()?;
         shape.reverse();
-        ensure!(!shape.contains(&0), "shape {shape:?}: it has no numbers");
+        ensure!(!shape.contains(&0), "shape {shape:?} has no elements");
         Ok(Described { name, ty: GgmlType::of(cursor.u32()?), shape, offset: cursor.u64()? })
     }
 }
 
-/// Where the tensors' bytes lie.
+/// The data section of a file.
 struct Data {
-    /// In the file.
+    /// Offset in the file, in bytes.
     start: usize,
     alignment: usize,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     end: usize,
 }
 
 impl Data {
-    /// Gives each tensor its place. They may come in any order, with room between them.
+    /// Computes the byte range of each tensor. Tensors may be in any order, with gaps between them.
     fn place(&self, described: Vec<Described>) -> Result<Vec<Tensor>> {
         let begins = described.iter().map(|tensor| self.begin(tensor)).collect::<Result<Vec<_>>>()?;
         let mut order: Vec<usize> = (0..described.len()).collect();
@@ -200,28 +200,30 @@ impl Data {
         let begin = within.and_then(|offset| self.start.checked_add(offset)).filter(|at| *at <= self.end);
         let begin = begin.with_context(|| {
             format!(
-                "truncated: tensor '{name}': it begins {offset} bytes into the data, beyond the file's end"
+                "truncated: tensor '{name}': its offset {offset} in the data is beyond the end of the file"
             )
         })?;
         ensure!(
             (begin - self.start).is_multiple_of(alignment),
-            "tensor '{name}': its offset {offset} is no multiple of the alignment, which is {alignment}"
+            "tensor '{name}': its offset {offset} is not a multiple of the alignment {alignment}"
         );
         Ok(begin)
     }
 
-    /// Where a tensor ends; one of an unknown type, at the next.
+    /// Returns the end of a tensor; one of an unknown type extends to the next tensor.
     fn stop(&self, tensor: &Described, begin: usize, next: usize) -> Result<usize> {
         let name = tensor.name;
         let bytes = tensor.ty.bytes(&tensor.shape).with_context(|| format!("tensor '{name}'"))?;
         let Some(bytes) = bytes else {
-            ensure!(begin < next, "tensor '{name}': it begins at {begin}, and no bytes are left for it");
+            ensure!(begin < next, "tensor '{name}': it begins at {begin}, which leaves no bytes for it");
             return Ok(next);
         };
         let end = begin.checked_add(bytes).filter(|end| *end <= self.end);
         end.with_context(|| {
             let file = self.end;
-            format!("truncated: tensor '{name}': {bytes} bytes from {begin} on, and the file has {file}")
+            format!(
+                "truncated: tensor '{name}': {bytes} bytes from offset {begin} on, but the file has {file}"
+            )
         })
     }
 }

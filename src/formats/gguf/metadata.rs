@@ -1,6 +1,6 @@
-//! What a GGUF file says of its model, by key and type.
+//! Typed access to the metadata of a GGUF file.
 //!
-//! Invariant: an error names the file and the key; nothing but the value that is asked for is read.
+//! Invariant: an error names the file and the key; a lookup parses only the requested value.
 
 use super::cursor::{Counts, Cursor};
 use super::value::{Array, Type, Value};
@@ -11,10 +11,10 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The metadata of a GGUF file, which stays mapped.
+/// The metadata of a GGUF file, which stays memory-mapped.
 ///
-/// Each lookup has a twin with `opt_`, which gives `None` for an absent key where the other gives an error.
-/// Numbers may be stored in any width in which they fit.
+/// Each lookup `x` fails if the key is absent; its counterpart `opt_x` returns `None` instead. Numbers may be
+/// stored in any width in which they fit.
 pub struct Gguf {
     pub(super) file: Arc<MappedFile>,
     pub(super) version: u32,
@@ -22,27 +22,28 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// The file, to name in errors. Of a model in several files, the first.
+    /// Returns the file's path, for error messages. For a split model, this is the first file.
     pub fn path(&self) -> &Path {
         self.file.path()
     }
 
-    /// Every key, in order.
+    /// Returns every key, sorted.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
     }
 
-    /// Every key with the bytes of its value, type first, as version 2 and later have them; in the file's order.
+    /// Returns every key with the bytes of its type and value, in the file's order. Fails for version 1,
+    /// whose values are encoded differently.
     pub fn stored_entries(&self) -> Result<impl Iterator<Item = (&str, &[u8])>> {
         let counts = Counts::of_version(self.version);
         ensure!(
             counts == Counts::Bits64,
-            "{}: keys of GGUF version {} cannot be copied: convert the file to version 3",
+            "{}: metadata of GGUF version {} cannot be copied: convert the file to version 3",
             self.path().display(),
             self.version
         );
         let bytes = self.file.bytes();
-        // Behind magic, version and the two counts.
+        // After the magic number, the version and the two counts.
         let mut cursor = Cursor::new(bytes, 8 + 2 * counts.bytes(), counts);
         let mut entry = || {
             let key = cursor.string()?;
@@ -54,7 +55,7 @@ impl Gguf {
         Ok(entries.with_context(|| self.path().display().to_string())?.into_iter())
     }
 
-    /// The value of a key as it is stored.
+    /// Returns the stored value of a key.
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.entries.get(key)
     }
@@ -76,10 +77,10 @@ impl Gguf {
     }
 
     pub fn opt_u32(&self, key: &str) -> Result<Option<u32>> {
-        self.typed(key, "a whole number of 32 bits", |value| value.whole()?.try_into().ok())
+        self.typed(key, "a non-negative 32-bit integer", |value| value.whole()?.try_into().ok())
     }
 
-    /// A token's id; -1 says that there is none.
+    /// Returns a token id; a stored -1 means none.
     pub fn opt_id(&self, key: &str) -> Result<Option<u32>> {
         match self.value(key) {
             Some(Value::Signed(-1)) => Ok(None),
@@ -92,7 +93,7 @@ impl Gguf {
     }
 
     pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
-        self.typed(key, "a number in single precision", |value| match value {
+        self.typed(key, "a floating-point number", |value| match value {
             Value::F32(number) => Some(*number),
             Value::F64(number) => Some(*number as f32),
             _ => None,
@@ -110,7 +111,7 @@ impl Gguf {
         })
     }
 
-    /// An array of strings; an error if one of them is no UTF-8.
+    /// Returns an array of strings. Fails if one of them is not UTF-8.
     pub fn strings(&self, key: &str) -> Result<Vec<&str>> {
         self.present(key, self.opt_strings(key)?)
     }
@@ -122,7 +123,7 @@ impl Gguf {
         (0..array.len).map(|_| string()).collect::<Result<_>>().map(Some)
     }
 
-    /// One element of an array of strings; `None` if there is no such array, or it is shorter.
+    /// Returns one element of an array of strings, or `None` if the array is absent or shorter.
     pub fn opt_string_at(&self, key: &str, index: usize) -> Result<Option<&str>> {
         let array = self.array(key, "strings", |ty| ty == Type::String)?;
         let Some(array) = array.filter(|array| index < array.len) else { return Ok(None) };
@@ -133,35 +134,35 @@ impl Gguf {
         self.text(key, &self.file.bytes()[cursor.string()?]).map(Some)
     }
 
-    /// An array of numbers in single or double precision.
+    /// Returns an array of F32 or F64 numbers, converted to F32.
     pub fn f32s(&self, key: &str) -> Result<Vec<f32>> {
         self.present(key, self.opt_f32s(key)?)
     }
 
     pub fn opt_f32s(&self, key: &str) -> Result<Option<Vec<f32>>> {
         let is_float = |ty| matches!(ty, Type::F32 | Type::F64);
-        self.numbers(key, "numbers in single precision", is_float, |value| match value {
+        self.numbers(key, "floating-point numbers", is_float, |value| match value {
             Value::F32(number) => Some(number),
             Value::F64(number) => Some(number as f32),
             _ => None,
         })
     }
 
-    /// An array of whole numbers that fit 32 bits.
+    /// Returns an array of integers that fit 32 bits.
     pub fn i32s(&self, key: &str) -> Result<Vec<i32>> {
         self.present(key, self.opt_i32s(key)?)
     }
 
     pub fn opt_i32s(&self, key: &str) -> Result<Option<Vec<i32>>> {
         let is_whole = |ty| !matches!(ty, Type::F32 | Type::F64 | Type::Bool | Type::String | Type::Array);
-        self.numbers(key, "whole numbers of 32 bits", is_whole, |value| match value {
+        self.numbers(key, "32-bit integers", is_whole, |value| match value {
             Value::Unsigned(number) => number.try_into().ok(),
             Value::Signed(number) => number.try_into().ok(),
             _ => None,
         })
     }
 
-    /// An error about a key's value: for what the types cannot say.
+    /// Returns an error about a key's value, for conditions beyond its type.
     pub fn wrong(&self, key: &str, reason: impl fmt::Display) -> anyhow::Error {
         anyhow!("{}: key '{key}': {reason}", self.path().display())
     }
@@ -188,7 +189,8 @@ impl Gguf {
         let mut number = || {
             let value = Value::of_type(array.elements, &mut cursor, 0)?;
             let shown = value.kind();
-            read(value).ok_or_else(|| self.wrong(key, format_args!("{shown} is not among {kind}")))
+            read(value)
+                .ok_or_else(|| self.wrong(key, format_args!("the array has {shown}, but must hold {kind}")))
         };
         (0..array.len).map(|_| number()).collect::<Result<_>>().map(Some)
     }

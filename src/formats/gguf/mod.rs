@@ -1,8 +1,8 @@
-//! GGUF: one file, or several, that hold a model's tensors and all that is said of it, its vocabulary included.
+//! The GGUF format: one file, or several, with a model's tensors and its metadata, including the vocabulary.
 //!
-//! Versions 1 to 3, little-endian. Of the number formats those are read that can be computed with; tensors of
-//! any other may lie in a file that nobody needs them of.
-//! Invariant: tensors stay where the files are mapped, in the types they are stored in.
+//! Versions 1 to 3, little-endian, are supported. Tensors in a number format without compute support may be
+//! in a file as long as nothing reads them.
+//! Invariant: tensors stay in the memory-mapped files, in the types they are stored in.
 
 mod cursor;
 
@@ -36,14 +36,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// How the files' names end.
+/// File name extension.
 const EXTENSION: &str = "gguf";
 
-/// A key that is true where the file's tensors lie beside it as safetensors, in formats that GGUF has no types for.
+/// Metadata key that is true if the tensors are in safetensors files next to the GGUF file, because GGUF
+/// cannot express their formats.
 pub(super) const TENSORS_BESIDE: &str = "mainstem.tensors_beside";
 
 impl Checkpoint {
-    /// Opens a GGUF file, and with one of several files all of them. Tensors have the names they have there.
+    /// Opens a GGUF file and, for a split model, all of its files. Tensors keep the names they have in the
+    /// file.
     pub fn open_gguf(path: &Path) -> Result<(Checkpoint, Gguf)> {
         let opened = open(path)?;
         let files = match split::files(&opened.0)? {
@@ -58,7 +60,7 @@ impl Checkpoint {
             checkpoint.add(&gguf, tensors)?;
             first.get_or_insert(gguf);
         }
-        let first = first.expect("there is at least the file itself; anything else is a bug");
+        let first = first.expect("there is at least one file; this is a bug");
         split::check_tensors(&first, checkpoint.tensors.len())?;
         if first.opt_bool(TENSORS_BESIDE)?.unwrap_or(false) {
             checkpoint.join(Checkpoint::open_safetensors(&first.folder())?)?;
@@ -71,7 +73,7 @@ impl Checkpoint {
         self.files.push(FileBytes::Mapped(gguf.file.clone()));
         for Tensor { name, dtype, shape, bytes } in tensors {
             let is_new = !self.tensors.contains_key(&name);
-            ensure!(is_new, "{}: tensor '{name}': another file has it too", gguf.path().display());
+            ensure!(is_new, "{}: tensor '{name}': it is also in another file", gguf.path().display());
             self.tensors.insert(name, Entry { dtype, shape, file, bytes, layout: Layout::Dense });
         }
         Ok(())
@@ -86,14 +88,15 @@ fn open(path: &Path) -> Result<(Gguf, Vec<Tensor>)> {
 }
 
 impl Gguf {
-    /// Whether a file is meant to be read as GGUF: by its name, or because it begins like one, or like a file
-    /// of a format that GGUF has replaced, which is then refused by name.
+    /// Whether to open a file as GGUF: its name ends in `.gguf`, or it begins like a GGUF file or one of its
+    /// predecessors, which [`Checkpoint::open_gguf`] rejects by name.
     pub fn is_meant(path: &Path) -> Result<bool> {
         let is_named = path.extension().is_some_and(|extension| extension == EXTENSION);
         Ok(is_named || head::is_of_the_family(MappedFile::open(path)?.bytes()))
     }
 
-    /// The one GGUF model in a folder, by its first file; none if the folder has no such file.
+    /// Returns the first file of the one GGUF model in a folder, or `None` if there is none. Fails if there
+    /// are several.
     pub fn in_folder(folder: &Path) -> Result<Option<PathBuf>> {
         let named = || format!("cannot list {}", folder.display());
         let mut found = BTreeSet::new();
@@ -104,16 +107,20 @@ impl Gguf {
             }
         }
         let names = found.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
-        ensure!(found.len() <= 1, "{}: it has several models, name one: {names}", folder.display());
+        ensure!(
+            found.len() <= 1,
+            "{}: the folder has several models, name one of the files: {names}",
+            folder.display()
+        );
         Ok(found.pop_first().map(|name| folder.join(name)))
     }
 
-    /// What the model is called after its file.
+    /// Returns the model's name, derived from the file name.
     pub fn stem(&self) -> Option<String> {
         split::stem(self.path())
     }
 
-    /// The folder of the file, where more may be said of the model.
+    /// Returns the folder of the file, which may have further configuration files.
     pub fn folder(&self) -> Folder {
         let parent = self.path().parent().filter(|parent| !parent.as_os_str().is_empty());
         Folder::disk(parent.unwrap_or(Path::new(".")))

@@ -1,6 +1,6 @@
-//! What a GGUF file says of how a text becomes one vector.
+//! Pooling settings in a GGUF file.
 //!
-//! Invariant: a way of pooling that is not served is kept by its key and number.
+//! Invariant: an unsupported pooling type is recorded by its key and number.
 
 use super::Gguf;
 use crate::formats::sentence::{FoundPooling, SentenceFiles, Unserved};
@@ -8,7 +8,8 @@ use crate::request::Pooling;
 use anyhow::Result;
 
 impl SentenceFiles {
-    /// What the file says; `None` if it says nothing. Programs that make vectors of such files bring them to length 1.
+    /// Reads the pooling settings, or returns `None` if the file has none. Embeddings are L2-normalized, as
+    /// other programs do for such files.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<SentenceFiles>> {
         let key = format!("{}.pooling_type", gguf.str("general.architecture")?);
         let Some(number) = gguf.opt_u32(&key)? else { return Ok(None) };
@@ -17,8 +18,8 @@ impl SentenceFiles {
             2 => FoundPooling::Served(Pooling::Cls),
             3 => FoundPooling::Served(Pooling::Last),
             _ => {
-                let meaning = if number == 0 { "no pooling" } else { "a pooling that is not served" };
-                let why = format!("the key '{key}' is {number}, which is {meaning}");
+                let meaning = if number == 0 { "means no pooling" } else { "is not supported" };
+                let why = format!("the key '{key}' is {number}, which {meaning}");
                 FoundPooling::Unserved(Unserved { file: gguf.path().display().to_string(), why })
             }
         };

@@ -1,7 +1,7 @@
-//! A model in several files: `name-00001-of-00003.gguf` and so on. The first has the metadata, and each the
-//! number of files and its own place, from 0.
+//! Models split into several files: `name-00001-of-00003.gguf` and so on. The first file has the metadata,
+//! and each file has the number of files and its own index, from 0.
 //!
-//! Invariant: files are taken together only if each of them says what its name does.
+//! Invariant: files are combined only if the metadata of each agrees with its name.
 
 use super::metadata::Gguf;
 use anyhow::{Context, Result};
@@ -11,17 +11,17 @@ const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
 const TENSORS: &str = "split.tensors.count";
 
-/// A file's name, taken apart: `name-00002-of-00003.gguf`.
+/// The parsed name of a file of a split model, `name-00002-of-00003.gguf`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SplitName {
     pub(super) name: String,
-    /// From 1.
+    /// Number of the file, from 1.
     number: u32,
     count: u32,
 }
 
 impl SplitName {
-    /// The parts of a file's name, if it is one of several files.
+    /// Parses a file name, or returns `None` if it is not that of a split file.
     pub(super) fn parse(file_name: &str) -> Option<SplitName> {
         let (rest, count) =
             file_name.strip_suffix(super::EXTENSION)?.strip_suffix('.')?.rsplit_once("-of-")?;
@@ -34,7 +34,7 @@ impl SplitName {
         format!("{}-{number:05}-of-{:05}.{}", self.name, self.count, super::EXTENSION)
     }
 
-    /// The name of the first file.
+    /// Returns the name of the first file.
     pub(super) fn first(&self) -> String {
         self.file_name(1)
     }
@@ -45,7 +45,8 @@ fn five_digits(text: &str) -> Option<u32> {
     if is_number { text.parse().ok() } else { None }
 }
 
-/// The files of the model that `gguf` is a file of, in order; `None` if it is the only one.
+/// Returns the files of the split model that `gguf` belongs to, in order, or `None` if the model is a single
+/// file.
 pub(super) fn files(gguf: &Gguf) -> Result<Option<Vec<PathBuf>>> {
     let path = gguf.path();
     let count = gguf.opt_u32(COUNT)?.unwrap_or(1);
@@ -56,31 +57,34 @@ pub(super) fn files(gguf: &Gguf) -> Result<Option<Vec<PathBuf>>> {
     let split = SplitName::parse(&file_name).filter(|split| split.count == count);
     let split = split.with_context(|| {
         let form = format!("NAME-00001-of-{count:05}.{}", super::EXTENSION);
-        gguf.wrong(COUNT, format_args!("of a model in {count} files each must be called as in {form}"))
+        gguf.wrong(COUNT, format_args!("the model has {count} files, whose names must have the form {form}"))
     })?;
     Ok(Some((1..=count).map(|number| path.with_file_name(split.file_name(number))).collect()))
 }
 
-/// Asserts that file number `place`, from 0, of `count` says so.
+/// Checks that the metadata of a file agrees with its index `place`, from 0, among `count` files.
 pub(super) fn check_place(gguf: &Gguf, place: usize, count: usize) -> Result<()> {
     let (number, of) = (gguf.opt_u32(NUMBER)?.unwrap_or(0), gguf.opt_u32(COUNT)?.unwrap_or(1).max(1));
     if (number as usize, of as usize) != (place, count) {
-        let reason = format!("it is number {number} of {of}, but its name makes it {place} of {count}");
+        let reason =
+            format!("it is {number} of {of} (from 0), but by its name the file is {place} of {count}");
         return Err(gguf.wrong(NUMBER, reason));
     }
     Ok(())
 }
 
-/// Asserts that all files together have as many tensors as the first one says, if it does.
+/// Checks that all files together have as many tensors as the first one declares, if it does.
 pub(super) fn check_tensors(first: &Gguf, tensors: usize) -> Result<()> {
-    let said = first.opt_u32(TENSORS)?.map_or(tensors, |said| said as usize);
-    if said != tensors {
-        return Err(first.wrong(TENSORS, format_args!("it says {said}, but there are {tensors}")));
+    let declared = first.opt_u32(TENSORS)?.map_or(tensors, |declared| declared as usize);
+    if declared != tensors {
+        return Err(
+            first.wrong(TENSORS, format_args!("it is {declared}, but the files have {tensors} tensors"))
+        );
     }
     Ok(())
 }
 
-/// The path without what makes it one of several files.
+/// Returns the name of a file without extension and split suffix.
 pub(super) fn stem(path: &Path) -> Option<String> {
     let file_name = path.file_name()?.to_string_lossy();
     match SplitName::parse(&file_name) {

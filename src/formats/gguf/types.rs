@@ -1,16 +1,16 @@
-//! The number formats of ggml: the id, name and block of each, and which of them can be computed with.
+//! The number formats of ggml: the id, name and block size of each, and which of them have compute support.
 //!
-//! Invariant: a type's bytes are known if its row is here; one of an id that is not here can be named by it,
-//! but not measured.
+//! Invariant: the size of a tensor is known if its type is in the table; a type of another id is called by
+//! its id, and its size is unknown.
 
 use crate::formats::{Dtype, elements};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 
-/// A type's id, its name in ggml, and the numbers and bytes of its block.
+/// Id of a type, its name in ggml, and elements and bytes per block.
 type Row = (u32, &'static str, usize, usize);
 
-/// Ids that are missing were given up: no file has them.
+/// Missing ids were removed from ggml and are in no file.
 const TYPES: [Row; 34] = [
     (0, "f32", 1, 4),
     (1, "f16", 1, 2),
@@ -48,7 +48,7 @@ const TYPES: [Row; 34] = [
     (41, "q1_0", 128, 18),
 ];
 
-/// The id of a number format, if ggml has it.
+/// Returns the ggml id of a number format, if it has one.
 pub(in crate::formats) fn ggml_id(ty: QuantType) -> Option<u32> {
     TYPES.iter().find(|row| row.1 == ty.name()).map(|row| row.0)
 }
@@ -61,12 +61,12 @@ pub(super) struct GgmlType {
 }
 
 impl GgmlType {
-    /// The type of that id, whether it is known or not.
+    /// Returns the type with this id, which may be unknown.
     pub(super) fn of(id: u32) -> GgmlType {
         GgmlType { id, row: TYPES.iter().find(|row| row.0 == id) }
     }
 
-    /// What it is to a checkpoint: types of the same name are the same.
+    /// Returns the checkpoint data type; types are matched by name.
     pub(super) fn dtype(self) -> Dtype {
         match self.row {
             None => Dtype::Foreign(format!("type {}", self.id)),
@@ -77,16 +77,17 @@ impl GgmlType {
         }
     }
 
-    /// Bytes of a tensor of `shape`, outermost dimension first; `None` if the type cannot be measured.
+    /// Bytes of a tensor of shape `shape`, outermost dimension first; `None` for an unknown type. Fails if
+    /// rows are not whole blocks.
     pub(super) fn bytes(self, shape: &[usize]) -> Result<Option<usize>> {
         let Some((_, name, numbers, bytes)) = self.row else { return Ok(None) };
         let width = shape.last().copied().unwrap_or(1);
         ensure!(
             width.is_multiple_of(*numbers),
-            "rows of {width} numbers are no whole number of {name} blocks, which have {numbers}"
+            "rows of {width} elements are not a whole number of {name} blocks of {numbers} elements"
         );
         let needed = elements(shape).and_then(|count| (count / numbers).checked_mul(*bytes));
-        needed.map(Some).with_context(|| format!("shape {shape:?} of {name} is too large to count"))
+        needed.map(Some).with_context(|| format!("shape {shape:?} of {name} is too large"))
     }
 }
 
@@ -107,7 +108,7 @@ mod tests {
         let expected =
             "f32 f16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs bf16 tq1_0 tq2_0 mxfp4";
         assert_eq!(names.join(" "), expected);
-        assert!(TYPES.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend, so none is there twice");
+        assert!(TYPES.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids must be strictly ascending");
     }
 
     #[test]
@@ -117,7 +118,7 @@ mod tests {
         assert_eq!(GgmlType::of(8).bytes(&[0, 32]).unwrap(), Some(0));
         assert_eq!(GgmlType::of(99).bytes(&[7]).unwrap(), None);
         assert_eq!(GgmlType::of(99).dtype(), Dtype::Foreign("type 99".to_owned()));
-        // 96 numbers are three blocks, but not in rows of 48.
+        // 96 elements are three blocks, but rows of 48 are not whole blocks.
         let error = GgmlType::of(2).bytes(&[2, 48]).unwrap_err().to_string();
         assert!(error.contains("rows of 48") && error.contains("q4_0"), "{error}");
         assert!(GgmlType::of(1).bytes(&[1 << 40, 1 << 40]).is_err());

@@ -1,16 +1,15 @@
-//! The values of a file's metadata: numbers as they are, strings and arrays by their place in the file.
+//! Metadata values of a GGUF file: numbers by value, strings and arrays as ranges of the file.
 //!
-//! Invariant: what a value refers to lies inside the file, every element of it, and no flag is other than 0
-//! or 1.
+//! Invariant: every string and array element lies inside the file, and every bool is stored as 0 or 1.
 
 use super::cursor::{Counts, Cursor};
 use anyhow::{Result, bail, ensure};
 use std::ops::Range;
 
-/// Arrays within arrays.
+/// Maximum nesting depth of arrays.
 const DEPTH_MAX: usize = 4;
 
-/// A value. Ranges are of the file's bytes.
+/// A metadata value. Ranges are in bytes of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     Unsigned(u64),
@@ -26,12 +25,12 @@ pub enum Value {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
     pub(super) elements: Type,
-    /// Elements.
+    /// Number of elements.
     pub len: usize,
     pub(super) bytes: Range<usize>,
 }
 
-/// The type of a value, by its id.
+/// The type of a value; the discriminant is the type's id in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Type {
@@ -71,11 +70,11 @@ impl Type {
         let id = cursor.u32()?;
         match TYPES.get(id as usize) {
             Some(ty) => Ok(*ty),
-            None => bail!("there is no type of value {id}"),
+            None => bail!("unknown value type {id}"),
         }
     }
 
-    /// The least bytes that a value of this type takes; for a number, all.
+    /// Minimum bytes of a value of this type; for a number, its exact size.
     fn bytes_min(self, counts: Counts) -> usize {
         match self {
             Type::U8 | Type::I8 | Type::Bool => 1,
@@ -89,13 +88,13 @@ impl Type {
 }
 
 impl Value {
-    /// Reads a value with its type.
+    /// Reads a type and a value of that type.
     pub(super) fn read(cursor: &mut Cursor) -> Result<Value> {
         let ty = Type::read(cursor)?;
         Value::of_type(ty, cursor, 0)
     }
 
-    /// Reads a value of type `ty`. `depth` is the number of arrays around it.
+    /// Reads a value of type `ty`. `depth` is the number of enclosing arrays.
     pub(super) fn of_type(ty: Type, cursor: &mut Cursor, depth: usize) -> Result<Value> {
         Ok(match ty {
             Type::U8 => Value::Unsigned(u8::from_le_bytes(cursor.take()?).into()),
@@ -114,7 +113,7 @@ impl Value {
         })
     }
 
-    /// A whole number that is not negative, of any width.
+    /// Returns a non-negative integer of any width.
     pub(super) fn whole(&self) -> Option<u64> {
         match self {
             Value::Unsigned(number) => Some(*number),
@@ -123,7 +122,7 @@ impl Value {
         }
     }
 
-    /// What kind of value it is, for errors.
+    /// Describes the value, for error messages.
     pub(super) fn kind(&self) -> String {
         match self {
             Value::Unsigned(value) => value.to_string(),
@@ -145,10 +144,10 @@ fn flag(cursor: &mut Cursor) -> Result<bool> {
 
 impl Array {
     fn read(cursor: &mut Cursor, depth: usize) -> Result<Array> {
-        ensure!(depth <= DEPTH_MAX, "arrays within arrays, more than {DEPTH_MAX} deep");
+        ensure!(depth <= DEPTH_MAX, "arrays are nested more than {DEPTH_MAX} deep");
         let elements = Type::read(cursor)?;
         let size = elements.bytes_min(cursor.counts);
-        let len = cursor.count("elements of an array", size)?;
+        let len = cursor.count("array elements", size)?;
         let begin = cursor.at();
         match elements {
             Type::String | Type::Array | Type::Bool => {

@@ -1,6 +1,6 @@
-//! The head of a llama2.c file: which version it is of, and the sizes of its model.
+//! The header of a llama2.c file: the format version and the model's sizes.
 //!
-//! Invariant: a header that exists has sizes that a model can have; none of them is 0.
+//! Invariant: the sizes of a parsed header are positive and consistent with each other.
 
 use crate::formats::fixed_bytes;
 use crate::formats::groups::Groups;
@@ -9,11 +9,11 @@ use anyhow::{Result, bail, ensure};
 /// "ak42" as a little-endian u32.
 pub(super) const MAGIC: u32 = 0x616b_3432;
 
-/// Bytes before the first tensor.
+/// Bytes before the first tensor, in version 0 and later.
 pub(super) const HEADER_BYTES_V0: usize = 7 * 4;
 pub(super) const HEADER_BYTES: usize = 256;
 
-/// Where things stand in a header of [`HEADER_BYTES`]; the last is of version 2 alone.
+/// Offsets in a header of [`HEADER_BYTES`]; the group size exists only in version 2.
 const SIZES: usize = 8;
 const SHARED_CLASSIFIER: usize = SIZES + HEADER_BYTES_V0;
 const GROUP_SIZE: usize = SHARED_CLASSIFIER + 1;
@@ -21,36 +21,36 @@ const GROUP_SIZE: usize = SHARED_CLASSIFIER + 1;
 /// The sizes of a llama2.c model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Llama2cHeader {
-    /// Width of the residual stream.
+    /// Width of the residual stream (hidden size).
     pub dim: usize,
-    /// Width of the feed-forward network.
+    /// Intermediate size of the feed-forward network.
     pub hidden_dim: usize,
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`.
+    /// Number of key and value heads; divides `heads`.
     pub kv_heads: usize,
     pub vocab: usize,
-    /// Longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     pub seq_len: usize,
-    /// The output matrix is the embedding.
+    /// Whether the output matrix is the embedding (tied embeddings).
     pub shared_classifier: bool,
     pub version: Llama2cVersion,
 }
 
-/// A version of the format.
+/// Version of the llama2.c format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Llama2cVersion {
-    /// F32 after a header of seven numbers, with rotary tables.
+    /// F32 tensors after a header of seven numbers, with rotary tables.
     V0,
-    /// F32 after a header of 256 bytes.
+    /// F32 tensors after a header of 256 bytes.
     V1,
-    /// Matrices as signed bytes, in groups of that many that share a scale; norms in F32.
+    /// Matrices as signed bytes, with a scale for each `group_size` elements; norms in F32.
     V2 { group_size: usize },
 }
 
 impl Llama2cHeader {
-    /// Numbers of one head.
+    /// Number of elements per head.
     pub fn head_dim(&self) -> usize {
         self.dim / self.heads
     }
@@ -63,7 +63,7 @@ impl Llama2cHeader {
         }
     }
 
-    /// How matrices are grouped, if they are.
+    /// Group quantization of the matrices, if any.
     pub(super) fn groups(&self) -> Option<Groups> {
         match self.version {
             Llama2cVersion::V0 | Llama2cVersion::V1 => None,
@@ -71,7 +71,7 @@ impl Llama2cHeader {
         }
     }
 
-    /// Reads the header of a file with these bytes.
+    /// Parses the header of a file with these bytes.
     pub(super) fn read(bytes: &[u8]) -> Result<Llama2cHeader> {
         if u32::from_le_bytes(fixed_bytes(bytes, 0)?) != MAGIC {
             let mut sizes = read_sizes(bytes, 0)?;
@@ -82,10 +82,10 @@ impl Llama2cHeader {
         let version = match u32::from_le_bytes(fixed_bytes(bytes, 4)?) {
             1 => Llama2cVersion::V1,
             2 => Llama2cVersion::V2 { group_size: read_group_size(bytes)? },
-            version => bail!("llama2.c version {version} is not known (known: 0, 1 and 2)"),
+            version => bail!("llama2.c version {version} is not supported (supported: 0, 1 and 2)"),
         };
         let [shared] = fixed_bytes(bytes, SHARED_CLASSIFIER)?;
-        ensure!(shared <= 1, "shared_classifier is {shared}: it must be 0 or 1");
+        ensure!(shared <= 1, "shared_classifier is {shared}, but must be 0 or 1");
         checked(read_sizes(bytes, SIZES)?, shared == 1, version)
     }
 }
@@ -97,22 +97,18 @@ fn read_sizes(bytes: &[u8], at: usize) -> Result<[i32; 7]> {
 
 fn read_group_size(bytes: &[u8]) -> Result<usize> {
     let size = i32::from_le_bytes(fixed_bytes(bytes, GROUP_SIZE)?);
-    ensure!(size > 0, "group_size is {size}");
+    ensure!(size > 0, "group_size is {size}, but must be positive");
     Ok(size as usize)
 }
 
 fn checked(sizes: [i32; 7], shared_classifier: bool, version: Llama2cVersion) -> Result<Llama2cHeader> {
     let names = ["dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"];
     for (name, size) in names.iter().zip(sizes) {
-        ensure!(size > 0, "no llama2.c file: {name} is {size}");
+        ensure!(size > 0, "not a llama2.c file: {name} is {size}");
     }
     let [dim, hidden_dim, layers, heads, kv_heads, vocab, seq_len] = sizes.map(|size| size as usize);
-    ensure!(dim % heads == 0, "dim {dim} is no multiple of n_heads {heads}");
-    ensure!(heads % kv_heads == 0, "n_heads {heads} is no multiple of n_kv_heads {kv_heads}");
-    ensure!(
-        dim / heads % 2 == 0,
-        "heads of dim / n_heads = {} numbers: rotary pairs need an even width",
-        dim / heads
-    );
+    ensure!(dim % heads == 0, "dim {dim} is not a multiple of n_heads {heads}");
+    ensure!(heads % kv_heads == 0, "n_heads {heads} is not a multiple of n_kv_heads {kv_heads}");
+    ensure!(dim / heads % 2 == 0, "head size dim / n_heads = {}: RoPE needs an even head size", dim / heads);
     Ok(Llama2cHeader { dim, hidden_dim, layers, heads, kv_heads, vocab, seq_len, shared_classifier, version })
 }

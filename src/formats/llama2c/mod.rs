@@ -1,8 +1,8 @@
-//! llama2.c checkpoints: a header of seven numbers, then every tensor, those of one kind for all layers together.
-//! Version 0 opens with the numbers; the others with a magic number, and their header has 256 bytes. Versions 0
-//! and 1 are F32; version 2 has signed bytes in groups that share a scale.
+//! llama2.c checkpoints: a header of seven numbers, then every tensor, those of one kind for all layers
+//! together. Version 0 begins with the numbers; later versions begin with a magic number and have a header of
+//! 256 bytes. Versions 0 and 1 store F32; version 2 stores signed bytes in groups that share a scale.
 //!
-//! Invariant: an accepted file is exactly as long as its header says it should be.
+//! Invariant: an accepted file has exactly the length its header implies.
 
 mod header;
 
@@ -21,9 +21,9 @@ use mainstem_kernels::QuantType;
 use std::path::Path;
 
 impl Checkpoint {
-    /// Opens a llama2.c file of version 0, 1 or 2. Tensors bear the names they have in Meta's Llama, and are F32,
-    /// those of version 2 when they are asked for; the rotary tables of version 0 follow from the header and are
-    /// left out.
+    /// Opens a llama2.c file of version 0, 1 or 2. Tensors have the names of Meta's Llama checkpoints and are
+    /// F32; those of version 2 are dequantized when they are read. The rotary tables of version 0 follow from
+    /// the header and are left out.
     pub fn open_llama2c(path: &Path) -> Result<(Checkpoint, Llama2cHeader)> {
         let file = MappedFile::open(path)?;
         let (tensors, header) = read(file.bytes()).with_context(|| path.display().to_string())?;
@@ -38,8 +38,8 @@ fn read(bytes: &[u8]) -> Result<(Tensors, Llama2cHeader)> {
     let mut begin = header.bytes();
     let mut tensors = Tensors::new();
     for part in parts {
-        let len = part.bytes().expect("counted by check_length; this is a bug");
-        for copy in 0..part.copies(&header) {
+        let len = part.bytes().expect("check_length has computed the size; this is a bug");
+        for copy in 0..part.copy_count(&header) {
             let bytes = begin..begin + len;
             begin = bytes.end;
             if let Some(name) = part.name_of(copy) {

@@ -1,7 +1,7 @@
-//! What follows the header of a llama2.c file, in order: the tensors of one kind for all layers together.
+//! The tensors of a llama2.c file, in file order; those of one kind are stored for all layers together.
 //!
-//! Invariant: a part's bytes are counted before anything is made of it, and all parts together are as long as
-//! the file.
+//! Invariant: the size of every tensor is computed before anything is allocated for it, and all tensors
+//! together fill the file exactly.
 
 use super::header::{Llama2cHeader, Llama2cVersion};
 use crate::formats::elements;
@@ -9,17 +9,17 @@ use crate::formats::groups::Groups;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 
-/// A tensor, or one of its kind for every layer.
+/// Name, shape and encoding of one tensor, or of the same tensor in every layer.
 pub(super) struct Part {
-    /// Without a name it is skipped.
+    /// `None` for data that is skipped.
     pub(super) name: Option<&'static str>,
     pub(super) shape: Vec<usize>,
     pub(super) copies: Copies,
-    /// F32 where there are none.
+    /// Group quantization; `None` for F32.
     pub(super) groups: Option<Groups>,
 }
 
-/// How often a part is there.
+/// Number of occurrences of a tensor.
 #[derive(Clone, Copy)]
 pub(super) enum Copies {
     Once,
@@ -27,7 +27,7 @@ pub(super) enum Copies {
 }
 
 impl Part {
-    /// Bytes of one tensor in the file; `None` if they cannot be counted.
+    /// Bytes of one tensor in the file; `None` on overflow, or if it is not whole groups.
     pub(super) fn bytes(&self) -> Option<usize> {
         let count = elements(&self.shape)?;
         match self.groups {
@@ -36,14 +36,14 @@ impl Part {
         }
     }
 
-    pub(super) fn copies(&self, header: &Llama2cHeader) -> usize {
+    pub(super) fn copy_count(&self, header: &Llama2cHeader) -> usize {
         match self.copies {
             Copies::Once => 1,
             Copies::ForEachLayer => header.layers,
         }
     }
 
-    /// The name of the tensor number `copy` of this part.
+    /// Returns the name of the tensor with index `copy`; `None` if it is skipped.
     pub(super) fn name_of(&self, copy: usize) -> Option<String> {
         let name = self.name?;
         Some(match self.copies {
@@ -61,7 +61,7 @@ impl Part {
     }
 }
 
-/// Everything that follows the header.
+/// Returns all tensors that follow the header, in file order.
 pub(super) fn of(header: &Llama2cHeader) -> Vec<Part> {
     let Llama2cHeader { dim, vocab, .. } = *header;
     let matrix = |part: Part| Part { groups: header.groups(), ..part };
@@ -110,33 +110,36 @@ fn feed_forward(header: &Llama2cHeader) -> [Part; 3] {
     ]
 }
 
-/// Cosines or sines, which follow from the sizes.
+/// The table of cosines or sines, which is skipped because it follows from the sizes.
 fn rotary(header: &Llama2cHeader) -> Part {
     let shape = vec![header.seq_len, header.head_dim() / 2];
     Part { name: None, shape, copies: Copies::Once, groups: None }
 }
 
-/// Asserts that header and parts together are as long as the file.
+/// Checks that the header and all tensors together are as long as the file.
 pub(super) fn check_length(header: &Llama2cHeader, parts: &[Part], file_bytes: usize) -> Result<()> {
     let mut needed = header.bytes();
     for part in parts {
         let (name, shape) = (part.name.unwrap_or("the rotary tables"), &part.shape);
-        let copies = part.copies(header);
+        let copies = part.copy_count(header);
         if let (Some(Groups { size }), Some(count)) = (part.groups, elements(shape)) {
             ensure!(
                 count.is_multiple_of(size),
-                "{name}: {shape:?} numbers are no whole number of groups, which have {size}"
+                "{name}: shape {shape:?} is not a whole number of groups of {size} elements"
             );
         }
         let bytes = part.bytes().and_then(|bytes| bytes.checked_mul(copies));
         needed = bytes
             .and_then(|bytes| needed.checked_add(bytes))
-            .with_context(|| format!("{name}: {copies} x {shape:?} numbers are too many to count"))?;
+            .with_context(|| format!("{name}: {copies} x {shape:?} elements are too many"))?;
         ensure!(
             needed <= file_bytes,
-            "truncated: {name}, {copies} x {shape:?} numbers, would end at {needed} of {file_bytes} bytes"
+            "truncated: {name}, {copies} x {shape:?} elements, would end at {needed} of {file_bytes} bytes"
         );
     }
-    ensure!(needed == file_bytes, "oversized: the tensors end at {needed} of {file_bytes} bytes");
+    ensure!(
+        needed == file_bytes,
+        "oversized: the tensors end at byte {needed}, but the file has {file_bytes} bytes"
+    );
     Ok(())
 }

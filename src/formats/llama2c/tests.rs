@@ -1,4 +1,4 @@
-//! Whole files, made from the format's description.
+//! Tests on whole files, built from the format's description.
 
 use super::header::{HEADER_BYTES, HEADER_BYTES_V0, MAGIC};
 use super::*;
@@ -7,12 +7,12 @@ use crate::testing::Scratch;
 use mainstem_kernels::random::philox;
 
 const SIZES: [i32; 7] = [8, 6, 2, 4, 2, 5, 3];
-/// Divides every matrix; more than a row of `w2`, and no multiple of one.
+/// Group size: divides the size of every matrix, is larger than a row of `w2`, and not a multiple of it.
 const GROUP: usize = 8;
 const ALL: [(u32, bool); 6] = [(0, true), (0, false), (1, true), (1, false), (2, true), (2, false)];
 
-/// The tensors of a version, in file order, with the count of their numbers: written down by hand from
-/// the format's description, not derived from the code under test. Rotary tables are "".
+/// The tensors of a version, in file order, with their element counts: written by hand from the format's
+/// description, not derived from the code under test. Rotary tables have the name "".
 fn expected(version: u32, shared: bool) -> Vec<(String, usize)> {
     let each =
         |name: &str, n: usize| (0..2).map(|i| (format!("layers.{i}.{name}.weight"), n)).collect::<Vec<_>>();
@@ -56,17 +56,17 @@ fn header_bytes(version: u32, shared: bool, sizes: [i32; 7]) -> Vec<u8> {
     bytes
 }
 
-/// The numbers that tensor number `at` of a file has.
+/// The elements of tensor number `at` of a file.
 fn numbers(at: usize, count: usize) -> Vec<f32> {
     (0..count).map(|i| ((at * 7 + i * 3) % 255) as f32 - 127.0).collect()
 }
 
-/// Tensor number `at`, as versions 0 and 1 have it, and version 2 has what is not in groups.
+/// Tensor number `at` in F32: all tensors of versions 0 and 1, and the norms of version 2.
 fn plain(at: usize, count: usize) -> Vec<u8> {
     numbers(at, count).into_iter().flat_map(f32::to_le_bytes).collect()
 }
 
-/// The same in groups, whose scales are 1, 2 and so on.
+/// Tensor number `at` in group-quantized form, with the scales 1, 2 and so on.
 fn grouped(at: usize, count: usize) -> Vec<u8> {
     let codes = numbers(at, count).into_iter().map(|number| number as i8 as u8);
     let scales = (0..count / GROUP).flat_map(|group| (group as f32 + 1.0).to_le_bytes());
@@ -149,9 +149,9 @@ fn headers_that_cannot_be_are_refused_by_name() {
         (size(0, 0), "dim is 0"),
         (size(1, -6), "hidden_dim is -6"),
         (size(2, 0), "n_layers is 0"),
-        (size(3, 3), "dim 8 is no multiple of n_heads 3"),
-        (size(3, 8), "rotary pairs need an even width"),
-        (size(4, 3), "n_heads 4 is no multiple of n_kv_heads 3"),
+        (size(3, 3), "dim 8 is not a multiple of n_heads 3"),
+        (size(3, 8), "RoPE needs an even head size"),
+        (size(4, 3), "n_heads 4 is not a multiple of n_kv_heads 3"),
         (size(5, 0), "vocab_size is 0"),
         (size(5, i32::MIN), "truncated: tok_embeddings.weight"),
         (size(6, 1 << 30), "truncated: the rotary tables"),
@@ -159,14 +159,14 @@ fn headers_that_cannot_be_are_refused_by_name() {
         (size(1, i32::MAX), "truncated: feed_forward.w1.weight"),
         (header_bytes(0, true, [0x7fff_fffe, 1, i32::MAX, 1, 1, 1, 1]), "truncated"),
         (patched(1, 4, 2), "group_size is 0"),
-        (patched(1, 4, 3), "version 3 is not known"),
+        (patched(1, 4, 3), "version 3 is not supported"),
         (patched(1, 8 + HEADER_BYTES_V0, 2), "shared_classifier is 2"),
         (patched(1, 8 + HEADER_BYTES_V0 - 5, 0xff), "vocab_size is -"),
         (patched(2, 8 + HEADER_BYTES_V0, 2), "shared_classifier is 2"),
         (group(0), "group_size is 0"),
         (group(-8), "group_size is -8"),
-        (group(64), "tok_embeddings.weight: [5, 8] numbers are no whole number of groups, which have 64"),
-        (group(i32::MAX), "tok_embeddings.weight: [5, 8] numbers are no whole number of groups"),
+        (group(64), "tok_embeddings.weight: shape [5, 8] is not a whole number of groups of 64 elements"),
+        (group(i32::MAX), "tok_embeddings.weight: shape [5, 8] is not a whole number of groups"),
         (group(4), "truncated: feed_forward.w2.weight"),
     ];
     let folder = Scratch::new();

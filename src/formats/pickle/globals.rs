@@ -1,7 +1,7 @@
-//! What a pickle may ask for by name, and what comes of calling it.
+//! The Python names that a pickle may reference, and what calling them creates.
 //!
-//! Invariant: nothing is imported and nothing of the pickle's choosing runs. A name that is not listed here is
-//! refused, and so is a call with arguments that PyTorch does not make.
+//! Invariant: nothing is imported, and no code chosen by the pickle runs. A name that is not listed here is
+//! rejected, and so is a call with arguments that PyTorch does not write.
 
 use super::numbers::NumberType;
 use super::tensor;
@@ -9,20 +9,21 @@ use super::value::{Heap, Value};
 use anyhow::{Context, Result, bail, ensure};
 use std::fmt;
 
-/// What the pickle of a checkpoint may name.
+/// A Python object that the pickle of a checkpoint may reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Global {
     OrderedDict,
     Size,
     Rebuild(Rebuild),
-    /// The class of storages of such numbers.
+    /// The class of storages with elements of this type.
     Storage(&'static NumberType),
-    /// Storages of bytes.
+    /// The class of storages of raw bytes.
     UntypedStorage,
+    /// A torch dtype.
     Type(&'static NumberType),
 }
 
-/// What makes a tensor of its parts.
+/// A PyTorch function that creates a tensor or parameter from its parts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Rebuild {
     Tensor,
@@ -32,7 +33,7 @@ pub(super) enum Rebuild {
     ParameterWithState,
 }
 
-/// The functions of `torch._utils`.
+/// The supported functions of `torch._utils`.
 const REBUILDERS: [(&str, Rebuild); 5] = [
     ("_rebuild_tensor", Rebuild::Tensor),
     ("_rebuild_tensor_v2", Rebuild::TensorV2),
@@ -41,11 +42,11 @@ const REBUILDERS: [(&str, Rebuild); 5] = [
     ("_rebuild_parameter_with_state", Rebuild::ParameterWithState),
 ];
 
-/// The longest name of a global that is shown whole, in characters.
+/// Maximum length of a global's name in error messages, in characters.
 const SHOWN_MAX: usize = 200;
 
 impl Global {
-    /// The global of that name; an error that shows the name when it is none of those known.
+    /// Returns the global of this module and name. Fails, with the name, if it is not an allowed one.
     pub(super) fn find(module: &str, name: &str) -> Result<Global> {
         let known = match (module, name) {
             ("collections", "OrderedDict") => Some(Global::OrderedDict),
@@ -62,11 +63,11 @@ impl Global {
             _ => None,
         };
         let Some(known) = known else {
-            let asked: String = module.chars().chain(['.']).chain(name.chars()).take(SHOWN_MAX).collect();
+            let shown: String = module.chars().chain(['.']).chain(name.chars()).take(SHOWN_MAX).collect();
             let functions = REBUILDERS.map(|(name, _)| name).join(", ");
             bail!(
-                "the pickle asks for {asked}: only collections.OrderedDict, torch.Size, torch's storages and \
-                 number types, and of torch._utils {functions} are known"
+                "the pickle references {shown}: only collections.OrderedDict, torch.Size, torch storages and \
+                 dtypes, and of torch._utils {functions} are allowed"
             );
         };
         Ok(known)
@@ -89,26 +90,28 @@ impl fmt::Display for Global {
     }
 }
 
-/// What calling `callable` with the tuple `args` makes.
+/// Returns the value that a call of `callable` with the tuple `args` creates.
 pub(super) fn call<'a>(heap: &mut Heap<'a>, callable: Value<'a>, args: Value<'a>) -> Result<Value<'a>> {
     let Value::Global(global) = callable else {
-        bail!("it calls {}, and only known constructors may be called", callable.kind());
+        bail!("it calls {}, but only known constructors may be called", callable.kind());
     };
-    ensure!(matches!(args, Value::Tuple(_)), "it calls {global} with {} for arguments", args.kind());
+    ensure!(matches!(args, Value::Tuple(_)), "it calls {global} with {} as arguments", args.kind());
     match (global, heap.items(args)) {
         (Global::OrderedDict, []) => heap.dict(),
         (Global::OrderedDict, &[items @ Value::List(_)]) => ordered_dict(heap, items),
         (Global::Size, &[sizes @ Value::Tuple(_)]) => Ok(sizes),
         (Global::Rebuild(rebuild), _) => rebuilt(heap, rebuild, args),
-        _ => bail!("it calls {global} with other arguments than PyTorch does"),
+        _ => bail!("it calls {global} with arguments that PyTorch does not use"),
     }
 }
 
-/// The form of Python 2: a list of keys with their values.
+/// Creates an OrderedDict in the form of Python 2: from a list of (key, value) pairs.
 fn ordered_dict<'a>(heap: &mut Heap<'a>, items: Value<'a>) -> Result<Value<'a>> {
     let mut entries = Vec::new();
     for item in heap.items(items) {
-        let &[key, value] = heap.items(*item) else { bail!("it makes an OrderedDict of other than pairs") };
+        let &[key, value] = heap.items(*item) else {
+            bail!("it creates an OrderedDict from items that are not pairs")
+        };
         entries.extend([key, value]);
     }
     let dict = heap.dict()?;
@@ -118,7 +121,7 @@ fn ordered_dict<'a>(heap: &mut Heap<'a>, items: Value<'a>) -> Result<Value<'a>> 
 
 fn rebuilt<'a>(heap: &mut Heap<'a>, rebuild: Rebuild, args: Value<'a>) -> Result<Value<'a>> {
     let items = heap.items(args);
-    let wrong = || format!("it calls {} with other arguments than PyTorch does", Global::Rebuild(rebuild));
+    let wrong = || format!("it calls {} with arguments that PyTorch does not use", Global::Rebuild(rebuild));
     match (rebuild, items) {
         (Rebuild::Parameter, &[tensor @ Value::Tensor(_), Value::Bool(_), Value::Dict(_)]) => {
             return Ok(tensor);
@@ -143,7 +146,7 @@ fn rebuilt<'a>(heap: &mut Heap<'a>, rebuild: Rebuild, args: Value<'a>) -> Result
     tensor::rebuild(heap, parts, ty)
 }
 
-/// Whether a tensor's metadata, where it has any, say nothing of its numbers: they may count as negated.
+/// Whether a tensor's optional metadata is empty. Metadata can mark the elements as negated.
 fn is_plain<'a>(heap: &Heap<'a>, metadata: &[Value<'a>]) -> bool {
     match metadata {
         [] | [Value::None] => true,

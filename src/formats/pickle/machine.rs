@@ -1,7 +1,7 @@
-//! The stack machine that a pickle is a program for.
+//! The stack machine that executes a pickle.
 //!
-//! Invariant: it makes values and nothing else. There is no opcode that reaches outside, and what a program can
-//! make is bounded before it is made: the stack here, everything else in the heap.
+//! Invariant: execution only creates values; no opcode has other effects. What a program can create is
+//! bounded before it is created: the stack here, everything else in the heap.
 
 use super::globals::{self, Global};
 use super::opcodes::{Op, Reader};
@@ -10,24 +10,24 @@ use super::value::{Heap, Value};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::BTreeMap;
 
-/// Bytes of the longest pickle that is read.
+/// Maximum size of a pickle, in bytes.
 const PICKLE_BYTES_MAX: usize = 100_000_000;
 
-/// How many values the stack holds, and how many marks.
+/// Maximum number of values on the stack, and of open marks.
 const STACK_MAX: usize = 1 << 20;
 
-/// What an entry of the memo takes, in values.
+/// Cost of a memo entry, in values.
 const MEMO_CELLS: usize = 2;
 
-/// What a pickle made.
+/// The result of executing a pickle.
 pub(super) struct Pickle<'a> {
     pub(super) heap: Heap<'a>,
     pub(super) root: Value<'a>,
-    /// Bytes that it had.
+    /// Length of the pickle in bytes.
     pub(super) bytes: usize,
 }
 
-/// Runs the pickle that `bytes` begin with.
+/// Executes the pickle at the start of `bytes`.
 pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>> {
     let mut reader = Reader::new(&bytes[..bytes.len().min(PICKLE_BYTES_MAX)]);
     let mut machine = Machine::default();
@@ -43,14 +43,14 @@ pub(super) fn run(bytes: &[u8]) -> Result<Pickle<'_>> {
 #[derive(Default)]
 struct Machine<'a> {
     stack: Vec<Value<'a>>,
-    /// The height of the stack at each open mark. What lies below the last one is out of reach.
+    /// Stack height at each open mark. Values below the last mark are out of reach.
     marks: Vec<usize>,
     memo: BTreeMap<u32, Value<'a>>,
     heap: Heap<'a>,
 }
 
 impl<'a> Machine<'a> {
-    /// Does what one opcode says; at the end, what the program made.
+    /// Executes one opcode. Returns the program's result after the last one.
     fn step(&mut self, op: Op<'a>) -> Result<Option<Value<'a>>> {
         match op {
             Op::Frame => {}
@@ -78,12 +78,12 @@ impl<'a> Machine<'a> {
 
     fn stop(&mut self) -> Result<Value<'a>> {
         let root = self.pop()?;
-        ensure!(self.stack.is_empty() && self.marks.is_empty(), "it ends with values left over");
+        ensure!(self.stack.is_empty() && self.marks.is_empty(), "it ends with values left on the stack");
         Ok(root)
     }
 
     fn push(&mut self, value: Value<'a>) -> Result<()> {
-        ensure!(self.stack.len() < STACK_MAX, "the stack holds more than {STACK_MAX} values");
+        ensure!(self.stack.len() < STACK_MAX, "the stack has more than {STACK_MAX} values");
         self.stack.push(value);
         Ok(())
     }
@@ -107,7 +107,7 @@ impl<'a> Machine<'a> {
 
     fn discard(&mut self) -> Result<()> {
         match self.marks.last() {
-            // A mark counts as a value here.
+            // POP removes the topmost mark if no value is above it.
             Some(mark) if *mark == self.stack.len() => self.discard_to_mark(),
             _ => self.pop().map(drop),
         }
@@ -117,9 +117,9 @@ impl<'a> Machine<'a> {
         self.above_mark().map(drop)
     }
 
-    /// Takes the last mark away, and what lies above it.
+    /// Pops the last mark and returns the values above it.
     fn above_mark(&mut self) -> Result<Vec<Value<'a>>> {
-        let mark = self.marks.pop().context("no mark is there")?;
+        let mark = self.marks.pop().context("there is no open mark")?;
         Ok(self.stack.split_off(mark))
     }
 
@@ -130,7 +130,7 @@ impl<'a> Machine<'a> {
     }
 
     fn get(&mut self, index: u32) -> Result<()> {
-        let value = self.memo.get(&index).with_context(|| format!("nothing is memorised as {index}"))?;
+        let value = self.memo.get(&index).with_context(|| format!("the memo has no entry {index}"))?;
         self.push(*value)
     }
 
@@ -143,7 +143,7 @@ impl<'a> Machine<'a> {
         self.push(tuple)
     }
 
-    /// Takes the last values away.
+    /// Pops the last `count` values and returns them in order.
     fn last(&mut self, count: usize) -> Result<Vec<Value<'a>>> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let at = self.stack.len().checked_sub(count).filter(|at| *at >= floor);
@@ -177,7 +177,7 @@ impl<'a> Machine<'a> {
     fn stack_global(&mut self) -> Result<()> {
         let (name, module) = (self.pop()?, self.pop()?);
         let (Value::Text(module), Value::Text(name)) = (module, name) else {
-            bail!("a global is named by {} and {}", module.kind(), name.kind());
+            bail!("a global is named by {} and {}, not by strings", module.kind(), name.kind());
         };
         self.push(Value::Global(Global::find(module, name)?))
     }
@@ -188,7 +188,8 @@ impl<'a> Machine<'a> {
         self.push(made)
     }
 
-    /// A dict may be given attributes, such as the `_metadata` of a state dict. They are not kept.
+    /// Handles BUILD: a dict may be given attributes, such as the `_metadata` of a state dict. They are
+    /// dropped.
     fn build(&mut self) -> Result<()> {
         let (state, object) = (self.pop()?, self.top()?);
         match (object, state) {

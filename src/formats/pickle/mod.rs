@@ -1,11 +1,11 @@
-//! What `torch.save` wrote: a pickle that describes tensors, and their numbers beside it, in a zip archive or in
-//! the stream that came before.
+//! PyTorch checkpoints (`torch.save`): a pickle that describes tensors, and their elements next to it, in a
+//! zip archive or in the older stream container.
 //!
-//! A pickle is a program. Here it runs on a machine that can make numbers, strings, containers and tensors, and
-//! nothing else: no name leads out of the few that are known, so no file can have anything done.
+//! A pickle is a program. The machine that executes it here can create numbers, strings, containers and
+//! tensors, and nothing else: only a few fixed names can be referenced, so a malicious file cannot run code.
 //!
-//! Invariant: whatever a file's bytes are, they become tensors that lie inside the file, or an error. What that
-//! takes is bounded: no recursion, and no memory beyond a fixed amount and a share of the file's length.
+//! Invariant: any input yields tensors that lie inside the file, or an error. The cost is bounded: no
+//! recursion, and no more memory than a fixed amount plus a fraction of the file's length.
 
 mod globals;
 mod machine;
@@ -31,20 +31,20 @@ use std::path::Path;
 const SINGLE: &str = "pytorch_model.bin";
 const INDEX: &str = "pytorch_model.bin.index.json";
 
-/// How a folder holds such files.
+/// File names of PyTorch weights in a model folder.
 pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
 
-/// Where a tar archive says that it is one.
+/// Offset and magic number of a tar archive.
 const TAR_MAGIC: (usize, &[u8]) = (257, b"ustar");
 
 impl Checkpoint {
-    /// Opens what PyTorch saved in a folder: `pytorch_model.bin`, or the files that
-    /// `pytorch_model.bin.index.json` names.
+    /// Opens a folder's PyTorch weights: `pytorch_model.bin`, or the files listed in
+    /// `pytorch_model.bin.index.json`.
     pub fn open_pickle(folder: &Folder) -> Result<Checkpoint> {
         FILES.open_needed(folder)
     }
 
-    /// The same of one file's bytes; `path` stands for the file in errors.
+    /// Opens a PyTorch checkpoint from the bytes of one file; `path` stands for the file in error messages.
     pub fn from_pickle(path: &Path, bytes: Vec<u8>) -> Result<Checkpoint> {
         let tensors = read_tensors(&bytes, 0).with_context(|| path.display().to_string())?;
         let file = FileBytes::Held { path: path.to_owned(), bytes: Cow::Owned(bytes) };
@@ -52,26 +52,28 @@ impl Checkpoint {
     }
 }
 
-/// Whether a file is one that PyTorch saved; what is in it may still be refused.
+/// Whether a file looks like a PyTorch checkpoint. Its content may still be rejected.
 pub fn is_pytorch(path: &Path) -> Result<bool> {
     let file = MappedFile::open(path)?;
     let bytes = file.bytes();
     Ok(stream::is_stream(bytes) || (bytes.starts_with(zip::MAGIC) && zip::read(bytes).is_ok()))
 }
 
-/// The tensors of a file with these bytes.
+/// Parses the tensors of a PyTorch file.
 fn read_tensors(bytes: &[u8], file: usize) -> Result<Tensors> {
     if bytes.starts_with(zip::MAGIC) {
         let archive = zip::read(bytes)?;
         let content = &bytes[archive.pickle];
         let pickle = machine::run(content)?;
         let (held, read) = (content.len(), pickle.bytes);
-        ensure!(held == read, "data.pkl has {held} bytes, and its pickle ends at {read}");
+        ensure!(held == read, "data.pkl has {held} bytes, but its pickle ends at byte {read}");
         return state_dict::entries(pickle, &archive.places, file);
     }
     let (at, tar) = TAR_MAGIC;
     if bytes.get(at..).is_some_and(|rest| rest.starts_with(tar)) {
-        bail!("a tar archive: PyTorch's first format is not supported; load and save the model anew");
+        bail!(
+            "a tar archive: this old PyTorch format is not supported; save the model again with a current PyTorch"
+        );
     }
     let (pickle, places) = stream::read(bytes)?;
     state_dict::entries(pickle, &places, file)

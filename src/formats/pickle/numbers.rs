@@ -1,30 +1,30 @@
-//! The number types of PyTorch: the class of their storages, their own name, and what becomes of them here.
+//! The data types of PyTorch: storage class, dtype name, and the type they are loaded as.
 //!
-//! Invariant: a type's bytes are right, because how far a tensor reaches is computed from them.
+//! Invariant: the element sizes are right, because the range of a tensor's bytes is computed from them.
 
 use crate::formats::Dtype;
 use crate::formats::gather::Stored;
 use mainstem_kernels::QuantType;
 
-/// A number type of PyTorch.
+/// A PyTorch data type.
 #[derive(Debug, PartialEq)]
 pub(super) struct NumberType {
-    /// The class of storages of such numbers, in the module `torch`. Newer types have none.
+    /// Name of the storage class in the module `torch`. Newer types have none.
     pub(super) storage: Option<&'static str>,
-    /// Its own name in the module `torch`.
+    /// Name of the dtype in the module `torch`.
     pub(super) name: &'static str,
-    /// Bytes of one number.
+    /// Bytes per element.
     pub(super) bytes: usize,
-    /// Its name in safetensors, which is how errors call it.
+    /// Name of the type in safetensors, used in error messages.
     shown: &'static str,
     becomes: Becomes,
 }
 
-/// What a number of a type is once it is loaded.
+/// The type that elements have after loading.
 #[derive(Debug, PartialEq)]
 enum Becomes {
     Itself(QuantType),
-    /// An F64, narrowed.
+    /// F64, rounded to F32.
     F32,
     Foreign,
 }
@@ -71,17 +71,17 @@ static TYPES: [NumberType; 24] = [
 ];
 
 impl NumberType {
-    /// The one whose storages are of that class.
+    /// Returns the type whose storages have this class name.
     pub(super) fn of_storage(class: &str) -> Option<&'static NumberType> {
         TYPES.iter().find(|ty| ty.storage == Some(class))
     }
 
-    /// The one of that name.
+    /// Returns the type with this dtype name.
     pub(super) fn named(name: &str) -> Option<&'static NumberType> {
         TYPES.iter().find(|ty| ty.name == name)
     }
 
-    /// What its numbers are once they are loaded.
+    /// Returns the checkpoint data type that elements have after loading.
     pub(super) fn dtype(&self) -> Dtype {
         match self.becomes {
             Becomes::Itself(ty) => Dtype::Known(ty),
@@ -90,7 +90,7 @@ impl NumberType {
         }
     }
 
-    /// How its numbers are read; `None` where nobody can.
+    /// Returns how elements are stored; `None` if the type is not supported.
     pub(super) fn stored(&self) -> Option<Stored> {
         match self.becomes {
             Becomes::Itself(_) => Some(Stored::Itself(self.bytes)),

@@ -1,25 +1,25 @@
-//! A pickle's bytes as opcodes with their arguments.
+//! Decoding of a pickle's bytes to opcodes with their arguments.
 //!
-//! Invariant: an argument is a part of the pickle, never copied and never longer than what is left of it. An
-//! opcode that no checkpoint of weights needs is refused by its name.
+//! Invariant: an argument borrows from the pickle and is never longer than the rest of it. An opcode that no
+//! weight checkpoint needs is rejected by name.
 
 use super::value::Value;
 use crate::formats::fixed_bytes;
 use anyhow::{Context, Result, bail, ensure};
 
-/// The newest protocol known.
+/// The newest supported pickle protocol.
 const PROTOCOL_MAX: u8 = 5;
 
-/// Bytes of the longest line of text that an opcode may have for its argument.
+/// Maximum length of a line that is an opcode's argument, in bytes.
 const LINE_BYTES_MAX: usize = 1024;
 
-/// Bytes of the longest integer.
+/// Maximum length of an integer, in bytes.
 const INTEGER_BYTES_MAX: usize = size_of::<i128>();
 
 /// An opcode with its argument.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op<'a> {
-    /// One that frames the stream and does nothing.
+    /// A framing opcode, which has no effect.
     Frame,
     Stop,
     Push(Value<'a>),
@@ -30,9 +30,9 @@ pub(super) enum Op<'a> {
     Put(u32),
     Memoize,
     Get(u32),
-    /// Of what lies above the mark.
+    /// A tuple of the values above the mark.
     Tuple,
-    /// Of that many values.
+    /// A tuple of this many values.
     TupleOf(usize),
     EmptyList,
     Append,
@@ -50,8 +50,8 @@ pub(super) enum Op<'a> {
     PersistentId,
 }
 
-/// Opcodes of the protocols that are refused: they make objects, name what somebody registered, or are of a
-/// protocol or type that PyTorch saves no weights with.
+/// Opcodes that are rejected: they create objects, reference registered extensions, or belong to a protocol
+/// or type that PyTorch does not save weights with.
 const REFUSED: [(u8, &str); 24] = [
     (b'i', "INST"),
     (b'o', "OBJ"),
@@ -79,11 +79,11 @@ const REFUSED: [(u8, &str); 24] = [
     (b'\x91', "FROZENSET"),
 ];
 
-/// Reads opcodes one after the other.
+/// A decoder that yields opcodes one by one.
 pub(super) struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Where the frame ends that was announced last.
+    /// End of the most recent frame.
     frame_end: usize,
 }
 
@@ -92,12 +92,12 @@ impl<'a> Reader<'a> {
         Reader { bytes, at: 0, frame_end: 0 }
     }
 
-    /// Bytes read so far.
+    /// Number of bytes read so far.
     pub(super) fn at(&self) -> usize {
         self.at
     }
 
-    /// The next opcode.
+    /// Decodes the next opcode.
     pub(super) fn next(&mut self) -> Result<Op<'a>> {
         let [code] = self.fixed()?;
         if let Some(op) = without_argument(code) {
@@ -115,13 +115,15 @@ impl<'a> Reader<'a> {
             b'j' => Op::Get(u32::from_le_bytes(self.fixed()?)),
             b'c' => Op::Global { module: self.line()?, name: self.line()? },
             _ => match REFUSED.iter().find(|(refused, _)| *refused == code) {
-                Some((_, name)) => bail!("the opcode {name}: no checkpoint of weights needs it"),
-                None => bail!("byte 0x{code:02x} is no opcode"),
+                Some((_, name)) => {
+                    bail!("the opcode {name} is not allowed: weight checkpoints do not need it")
+                }
+                None => bail!("byte 0x{code:02x} is not an opcode"),
             },
         })
     }
 
-    /// The value that an opcode has for its argument.
+    /// Decodes the argument of an opcode that pushes a value; `None` for other opcodes.
     fn value(&mut self, code: u8) -> Result<Option<Value<'a>>> {
         let value = match code {
             b'K' => Value::Int(u8::from_le_bytes(self.fixed()?).into()),
@@ -144,25 +146,30 @@ impl<'a> Reader<'a> {
 
     fn protocol(&mut self) -> Result<Op<'a>> {
         let [protocol] = self.fixed()?;
-        ensure!(protocol <= PROTOCOL_MAX, "pickle protocol {protocol}: at most {PROTOCOL_MAX} is known");
+        ensure!(
+            protocol <= PROTOCOL_MAX,
+            "pickle protocol {protocol} is not supported (at most {PROTOCOL_MAX})"
+        );
         Ok(Op::Frame)
     }
 
-    /// A frame says that so many bytes belong together, which matters only to who reads piece by piece.
+    /// Decodes a frame header: the length of the frame, which matters only to readers that buffer by frame.
     fn frame(&mut self) -> Result<Op<'a>> {
         let declared = u64::from_le_bytes(self.fixed()?);
         ensure!(self.at > self.frame_end, "a frame begins inside a frame");
         let left = self.bytes.len() - self.at;
         let length = usize::try_from(declared).ok().filter(|length| *length <= left);
-        let length = length.with_context(|| format!("truncated: a frame of {declared} bytes in {left}"))?;
+        let length = length
+            .with_context(|| format!("truncated: a frame of {declared} bytes, but only {left} are left"))?;
         self.frame_end = self.at + length;
         Ok(Op::Frame)
     }
 
-    /// A two's complement integer after its length, which has that many bytes.
+    /// Decodes a little-endian two's complement integer, preceded by its length in bytes, a number of
+    /// `length_bytes` bytes.
     fn integer(&mut self, length_bytes: usize) -> Result<Value<'a>> {
         let length = self.length(length_bytes)?;
-        ensure!(length <= INTEGER_BYTES_MAX, "an integer of {length} bytes");
+        ensure!(length <= INTEGER_BYTES_MAX, "an integer of {length} bytes is too large");
         let digits = self.take(length)?;
         let sign = digits.last().is_some_and(|top| *top >= 0x80);
         let mut wide = [if sign { 0xff } else { 0 }; INTEGER_BYTES_MAX];
@@ -175,14 +182,15 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.take(length)?).context("a string that is not UTF-8")
     }
 
-    /// A length of one or four bytes. A negative one, where the protocol has them, is too large.
+    /// Decodes a length of one or four bytes. Where the protocol has signed lengths, a negative one is read
+    /// as a number that is too large.
     fn length(&mut self, bytes: usize) -> Result<usize> {
         let mut wide = [0; size_of::<usize>()];
         wide[..bytes].copy_from_slice(self.take(bytes)?);
         Ok(usize::from_le_bytes(wide))
     }
 
-    /// Text up to the end of a line.
+    /// Decodes text up to the end of the line.
     fn line(&mut self) -> Result<&'a str> {
         let rest = &self.bytes[self.at..];
         let rest = &rest[..rest.len().min(LINE_BYTES_MAX)];
@@ -200,7 +208,7 @@ impl<'a> Reader<'a> {
 
     fn take(&mut self, length: usize) -> Result<&'a [u8]> {
         let rest = &self.bytes[self.at..];
-        ensure!(length <= rest.len(), "truncated: {length} bytes expected where {} are left", rest.len());
+        ensure!(length <= rest.len(), "truncated: expected {length} bytes, but only {} are left", rest.len());
         self.at += length;
         Ok(&rest[..length])
     }
@@ -236,7 +244,7 @@ fn without_argument(code: u8) -> Option<Op<'static>> {
     })
 }
 
-/// Protocol 1 writes bools as integers of two digits.
+/// Parses an INT argument. Protocol 1 writes bools as integers of two digits.
 fn integer_or_bool(line: &str) -> Result<Value<'_>> {
     match line {
         "00" => Ok(Value::Bool(false)),
@@ -246,5 +254,5 @@ fn integer_or_bool(line: &str) -> Result<Value<'_>> {
 }
 
 fn decimal(digits: &str) -> Result<Value<'_>> {
-    digits.parse().map(Value::Int).with_context(|| format!("'{digits}' is no integer"))
+    digits.parse().map(Value::Int).with_context(|| format!("'{digits}' is not an integer"))
 }

@@ -1,27 +1,27 @@
-//! What a pickle's opcodes make: values, and the heap that holds what they are made of.
+//! The values that a pickle creates, and the heap that stores their contents.
 //!
-//! Invariant: a value is a few words and owns nothing; it names its parts by their place in the heap. So values
-//! can be shared, nested and knotted in any way, and to copy, keep or drop one is the same small work. What a
-//! pickle can make the heap hold is bounded by [`CELLS_MAX`], whatever its opcodes say.
+//! Invariant: a value is a few words and owns nothing; it refers to its contents by heap index. Values can
+//! therefore be shared, nested and cyclic in any way, and copying or dropping one is cheap and not recursive.
+//! The heap's size is bounded by [`CELLS_MAX`] for any sequence of opcodes.
 
 use super::globals::Global;
 use super::tensor::{Storage, Tensor};
 use anyhow::{Result, bail, ensure};
 
-/// How much a pickle's containers, tensors and memo hold together, in values; whatever takes more memory than a
-/// value counts as several. An ordinary tensor takes some sixty with all that describes it.
+/// Maximum size of a pickle's containers, tensors and memo together, in values; larger objects count as
+/// several values. An ordinary tensor takes about sixty, including its description.
 pub(super) const CELLS_MAX: usize = 1 << 22;
 const CONTAINER_CELLS: usize = 2;
 const STORAGE_CELLS: usize = 4;
 pub(super) const TENSOR_CELLS: usize = 8;
 
-/// A value. Text is where the file has it.
+/// A value. Text borrows from the file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Value<'a> {
     None,
     Bool(bool),
     Int(i128),
-    /// Nobody asks how much.
+    /// Its number is never needed.
     Float,
     Text(&'a str),
     Tuple(Place),
@@ -33,12 +33,12 @@ pub(super) enum Value<'a> {
     Tensor(Place),
 }
 
-/// Where in the heap.
+/// An index into one of the heap's lists.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Place(u32);
 
 impl Value<'_> {
-    /// What it is, for errors.
+    /// Describes the value's type, for error messages.
     pub(super) fn kind(self) -> String {
         let kind = match self {
             Value::None => "None",
@@ -57,10 +57,10 @@ impl Value<'_> {
     }
 }
 
-/// Keys and values in the order they were set.
+/// Keys and values in insertion order.
 pub(super) type Pairs<'a> = Vec<(Value<'a>, Value<'a>)>;
 
-/// The parts of values.
+/// Storage of the contents of values.
 #[derive(Default)]
 pub(super) struct Heap<'a> {
     cells: usize,
@@ -72,10 +72,10 @@ pub(super) struct Heap<'a> {
 }
 
 impl<'a> Heap<'a> {
-    /// Takes the right to keep that many more values.
+    /// Accounts for `cells` more values. Fails if the total exceeds [`CELLS_MAX`].
     pub(super) fn charge(&mut self, cells: usize) -> Result<()> {
         self.cells += cells;
-        ensure!(self.cells <= CELLS_MAX, "it makes more than {CELLS_MAX} values");
+        ensure!(self.cells <= CELLS_MAX, "it creates more than {CELLS_MAX} values");
         Ok(())
     }
 
@@ -109,7 +109,7 @@ impl<'a> Heap<'a> {
         Ok(Value::Tensor(last(&self.tensors)))
     }
 
-    /// Adds to a list.
+    /// Appends items to a list.
     pub(super) fn append(&mut self, list: Value<'a>, items: &[Value<'a>]) -> Result<()> {
         let Value::List(Place(at)) = list else { bail!("it appends to {}", list.kind()) };
         self.charge(items.len())?;
@@ -117,7 +117,7 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    /// Sets entries of a dict; `items` has its keys and values in turn.
+    /// Sets entries of a dict; `items` has alternating keys and values.
     pub(super) fn set(&mut self, dict: Value<'a>, items: &[Value<'a>]) -> Result<()> {
         let Value::Dict(Place(at)) = dict else { bail!("it sets an entry of {}", dict.kind()) };
         let (pairs, []) = items.as_chunks() else { bail!("it sets a key without a value") };
@@ -126,7 +126,7 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    /// The items of a tuple or a list, of anything else nothing.
+    /// Returns the items of a tuple or a list; empty for any other value.
     pub(super) fn items(&self, value: Value<'a>) -> &[Value<'a>] {
         match value {
             Value::Tuple(Place(at)) => &self.tuples[at as usize],
@@ -135,7 +135,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// The entries of a dict.
+    /// Returns the entries of a dict; `None` for any other value.
     pub(super) fn pairs(&self, value: Value<'a>) -> Option<&[(Value<'a>, Value<'a>)]> {
         match value {
             Value::Dict(Place(at)) => Some(&self.dicts[at as usize]),
@@ -143,7 +143,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// All storages that were named, whoever uses them.
+    /// Returns all storages that were referenced, even by no tensor.
     pub(super) fn storages(&self) -> &[Storage<'a>] {
         &self.storages
     }
@@ -163,7 +163,7 @@ impl<'a> Heap<'a> {
     }
 }
 
-/// The place of the item that was added last.
+/// Returns the index of the last item.
 fn last<T>(items: &[T]) -> Place {
-    Place(u32::try_from(items.len() - 1).expect("cells are bounded; this is a bug"))
+    Place(u32::try_from(items.len() - 1).expect("the number of cells is bounded; this is a bug"))
 }

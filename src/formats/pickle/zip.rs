@@ -1,8 +1,8 @@
-//! The container of PyTorch 1.6 and later: a zip archive with the pickle as `NAME/data.pkl` and each storage as
-//! `NAME/data/KEY`, none of them compressed.
+//! The container of PyTorch 1.6 and later: a zip archive with the pickle as `NAME/data.pkl` and each storage
+//! as `NAME/data/KEY`, all uncompressed.
 //!
-//! Invariant: the members of an accepted archive lie inside it, apart from each other and from its directory,
-//! and no two have one name. Their bytes are used where they are.
+//! Invariant: the members of an accepted archive lie inside it, overlap neither each other nor the directory,
+//! and have unique names. Their bytes are used in place.
 
 use super::tensor::Places;
 use anyhow::{Context, Result, bail, ensure};
@@ -10,28 +10,28 @@ use rawzip::{CompressionMethod, ZipArchive, ZipFileHeaderRecord, ZipSliceArchive
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What such a file begins with: the header of its first member.
+/// First bytes of a zip archive: the header of its first member.
 pub(super) const MAGIC: &[u8] = b"PK\x03\x04";
 
 const PICKLE: &str = "/data.pkl";
 
-/// The archive's parts, as ranges of its bytes.
+/// Byte ranges of the archive's parts.
 pub(super) struct Archive {
     pub(super) pickle: Range<usize>,
     pub(super) places: Places,
 }
 
-/// Where each member's bytes lie, by its name.
+/// Byte range of each member, by name.
 type Members = BTreeMap<String, Range<usize>>;
 
-/// Finds the parts of the archive that `bytes` are.
+/// Locates the parts of the archive.
 pub(super) fn read(bytes: &[u8]) -> Result<Archive> {
     let members = members(bytes)?;
     let folder = folder(&members)?;
     if let Some(order) = members.get(&format!("{folder}/byteorder")) {
         ensure!(
             &bytes[order.clone()] == b"little",
-            "{folder}/byteorder does not say 'little': only numbers of that order can be read"
+            "{folder}/byteorder is not 'little': only little-endian checkpoints are supported"
         );
     }
     let storages = format!("{folder}/data/");
@@ -44,37 +44,41 @@ pub(super) fn read(bytes: &[u8]) -> Result<Archive> {
     })
 }
 
-/// The folder that all is in: that of the pickle.
+/// Returns the top-level folder of the archive, which has the pickle.
 fn folder(members: &Members) -> Result<&str> {
     let folders = members.keys().filter_map(|name| name.strip_suffix(PICKLE));
     let folders: Vec<&str> = folders.filter(|folder| !folder.contains('/')).collect();
     match folders.as_slice() {
         [folder] => Ok(folder),
-        [] => bail!("a zip archive without a data.pkl: no PyTorch checkpoint"),
-        [one, other, ..] => bail!("{one}{PICKLE} and {other}{PICKLE} are both there"),
+        [] => bail!("not a PyTorch checkpoint: a zip archive without a data.pkl"),
+        [one, other, ..] => bail!("it has both {one}{PICKLE} and {other}{PICKLE}"),
     }
 }
 
 fn members(bytes: &[u8]) -> Result<Members> {
     let archive = ZipArchive::from_slice(bytes).context("truncated or damaged zip archive")?;
     let end = archive.end_offset();
-    ensure!(end == bytes.len() as u64, "oversized: the archive ends at {end} of {} bytes", bytes.len());
+    ensure!(
+        end == bytes.len() as u64,
+        "oversized: the archive ends at byte {end}, but the file has {} bytes",
+        bytes.len()
+    );
     let mut members = Members::new();
     let mut taken = Vec::new();
     for record in archive.entries() {
         let record = record.context("damaged directory of the zip archive")?;
-        let name = std::str::from_utf8(record.file_path().as_bytes()).context("a member's name")?;
+        let name = std::str::from_utf8(record.file_path().as_bytes()).context("the name of a member")?;
         let extent = extent(&archive, &record).with_context(|| format!("member '{name}'"))?;
-        ensure!(members.insert(name.to_owned(), extent.data).is_none(), "member '{name}': it is there twice");
+        ensure!(members.insert(name.to_owned(), extent.data).is_none(), "member '{name}': it appears twice");
         taken.push(extent.whole);
     }
     let (count, declared) = (members.len() as u64, archive.entries_hint());
-    ensure!(count == declared, "the zip archive has {count} members and says that it has {declared}");
+    ensure!(count == declared, "the zip archive has {count} members, but declares {declared}");
     check_apart(taken, archive.directory_offset())?;
     Ok(members)
 }
 
-/// Where a member lies, with its header and without.
+/// Byte ranges of a member, with its header (`whole`) and without (`data`).
 struct Extent {
     whole: Range<u64>,
     data: Range<usize>,
@@ -84,17 +88,16 @@ fn extent(archive: &ZipSliceArchive<&[u8]>, record: &ZipFileHeaderRecord) -> Res
     let method = record.compression_method();
     ensure!(
         method == CompressionMethod::STORE,
-        "it is compressed ({method}): only stored members can be mapped, and torch.save makes no others"
+        "it is compressed ({method}): only uncompressed members, as torch.save writes, can be memory-mapped"
     );
     ensure!(!record.flags().is_encrypted(), "it is encrypted");
-    let entry =
-        archive.get_entry(record.wayfinder()).context("truncated, or no header where it should be")?;
+    let entry = archive.get_entry(record.wayfinder()).context("truncated, or its header is missing")?;
     ensure!(
         entry.local_header().file_path().as_bytes() == record.file_path().as_bytes(),
-        "its header has another name than the directory"
+        "its header and the directory disagree about its name"
     );
     let (stored, meant) = (record.compressed_size_hint(), record.uncompressed_size_hint());
-    ensure!(stored == meant, "it is stored in {stored} bytes, and is of {meant}");
+    ensure!(stored == meant, "it is stored in {stored} bytes, but has a size of {meant}");
     let (begin, end) = entry.compressed_data_range();
     Ok(Extent {
         whole: record.local_header_offset()..end,
@@ -102,14 +105,14 @@ fn extent(archive: &ZipSliceArchive<&[u8]>, record: &ZipFileHeaderRecord) -> Res
     })
 }
 
-/// Asserts that no member reaches into another, nor into the directory.
+/// Checks that no member overlaps another or the directory.
 fn check_apart(mut taken: Vec<Range<u64>>, directory: u64) -> Result<()> {
     taken.sort_unstable_by_key(|range| (range.start, range.end));
     let begins = taken.iter().skip(1).map(|range| range.start).chain([directory]);
     for (range, next) in taken.iter().zip(begins) {
         ensure!(
             range.end <= next,
-            "the member at byte {} ends at {}, inside what begins at {next}",
+            "the member at byte {} ends at {}, beyond the start of the next at {next}",
             range.start,
             range.end
         );

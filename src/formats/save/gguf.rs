@@ -1,17 +1,18 @@
-//! GGUF written: the keys of another such file, and other tensors.
+//! Writing GGUF: the metadata of an existing file with other tensors.
 //!
-//! Invariant: what a key's value is does not change; those that speak of files and number formats alone are left out or made new.
+//! Invariant: the value of a key is copied unchanged; keys that describe only the file or its number formats
+//! are dropped or written anew.
 
 use super::{SavedFile, SavedTensor};
 use crate::formats::Gguf;
 use crate::formats::gguf::{TENSORS_BESIDE, ggml_id};
 use anyhow::{Context, Result, ensure};
 
-/// What begins the file, and the version of the format.
+/// Magic number and version of the format.
 const MAGIC: [u8; 4] = *b"GGUF";
 const VERSION: u32 = 3;
 
-/// Ids of types of values.
+/// Ids of value types.
 const U32: u32 = 4;
 const BOOL: u32 = 7;
 
@@ -20,30 +21,34 @@ const ALIGNMENT_DEFAULT: usize = 32;
 const QUANTIZATION: &str = "general.quantization_version";
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// Keys that are not true of another file.
+/// Keys that are not valid for another file.
 const OF_THE_FILE: [&str; 6] =
     ["general.file_type", QUANTIZATION, "split.no", "split.count", "split.tensors.count", TENSORS_BESIDE];
 
-/// Refuses what GGUF has no type for, by the tensor's name.
+/// Fails, naming the tensor, if GGUF cannot express a tensor.
 pub fn check_gguf(tensors: &[SavedTensor]) -> Result<()> {
     for tensor in tensors {
         let SavedTensor { name, ty, .. } = tensor;
         ensure!(
             ggml_id(*ty).is_some(),
-            "tensor '{name}' would be {ty}, which GGUF has no type for: take one that it has, such as q4_K or q8_0, \
-             or name a folder to write safetensors to"
+            "tensor '{name}' would be {ty}, which GGUF cannot store: choose one of its types, such as q4_K or \
+             q8_0, or name a folder to write safetensors to"
         );
-        ensure!(!tensor.turned, "tensor '{name}' would be turned, which GGUF cannot say; this is a bug");
+        ensure!(
+            !tensor.turned,
+            "tensor '{name}' would be transposed, which GGUF cannot store; this is a bug"
+        );
     }
     Ok(())
 }
 
-/// The file with the keys of `gguf` and these tensors, all of types that GGUF has.
+/// Returns the file with the metadata of `gguf` and these tensors, whose types GGUF must have.
 pub fn gguf_file(name: &str, gguf: &Gguf, tensors: &[SavedTensor]) -> Result<SavedFile> {
     file(name, gguf, (0..tensors.len()).collect(), tensors, Vec::new())
 }
 
-/// The file with the keys of `gguf` whose tensors lie beside it, but for `settings`, by their places.
+/// Returns a file with the metadata of `gguf` for a model whose tensors are in safetensors files next to it.
+/// Only the tensors with the indices `settings` are in the file itself.
 pub fn gguf_settings(
     name: &str,
     gguf: &Gguf,
@@ -53,7 +58,7 @@ pub fn gguf_settings(
     file(name, gguf, settings, tensors, [key(TENSORS_BESIDE, BOOL), vec![1]].concat())
 }
 
-/// `more` is one entry beside the others, or nothing.
+/// Builds a file. `more` is one additional metadata entry, or empty.
 fn file(
     name: &str,
     gguf: &Gguf,

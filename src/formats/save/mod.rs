@@ -1,7 +1,8 @@
-//! Models written: the heads of files whose tensors follow, and the place where a written model appears.
+//! Writing models: file headers, and the atomic placement of the output.
 //!
-//! Invariant: a head is made of names, formats and shapes alone, so that no number is read before all is known of the file;
-//! and what stands at a model's place is whole.
+//! Invariant: a header depends only on names, formats and shapes, so the whole file layout is known before
+//! any element is read; the final output path never holds a partial model, except while a folder is being
+//! replaced.
 
 mod gguf;
 
@@ -17,37 +18,37 @@ use super::elements;
 use super::safetensors::DTYPES;
 use mainstem_kernels::QuantType;
 
-/// A tensor that is to be written.
+/// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedTensor {
     pub name: String,
     pub ty: QuantType,
     /// Outermost dimension first.
     pub shape: Vec<usize>,
-    /// Whether its bytes are those of matrices (out, in), though its shape is (in, out).
+    /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
     pub turned: bool,
 }
 
 impl SavedTensor {
-    /// Bytes of its numbers.
+    /// Bytes of the tensor in the file.
     pub fn bytes(&self) -> usize {
         let bytes = elements(&self.shape).and_then(|count| self.ty.bytes(count));
-        bytes.expect("rows are whole blocks, and it was in a file; this is a bug")
+        bytes.expect("the size was checked when the tensor was read; this is a bug")
     }
 
-    /// Whether safetensors has no type for it.
+    /// Whether safetensors cannot express the tensor, so that it is stored as U8 with metadata.
     pub(super) fn is_coded(&self) -> bool {
         self.turned || !DTYPES.iter().any(|(_, ty)| *ty == self.ty)
     }
 }
 
-/// A file that is to be written: its head, then its tensors.
+/// A file to be written: its header, then its tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedFile {
     pub name: String,
     pub head: Vec<u8>,
-    /// By their places among those that are written, in the file's order.
+    /// Indices into the list of all written tensors, in the file's order.
     pub tensors: Vec<usize>,
-    /// Tensors begin at multiples of this many bytes behind the head, and the file ends at one.
+    /// Each tensor after the header starts at a multiple of this many bytes, and the file ends at one.
     pub alignment: usize,
 }

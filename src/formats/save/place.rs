@@ -1,80 +1,85 @@
-//! Where a written model appears: all of it is written beside that place, and moved there when it is whole.
+//! Atomic output: a model is written to a temporary path next to its target, and renamed when it is complete.
 //!
-//! Invariant: under the final name there is what was there before, or the whole of what was written, but for the moment in
-//! which a folder makes way for another; whatever ends the writing, what was begun is removed.
+//! Invariant: the target path holds either its previous content or the complete new one, except for the
+//! moment in which a folder is replaced. The temporary output is removed however writing ends.
 
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// What to do about what is at the place already.
+/// Handling of a target that already exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     Refuse,
-    /// It is kept until what takes its place is whole.
+    /// Keep it until its replacement is complete.
     Replace,
 }
 
-/// A place that is written to. Dropped before [`Place::finish`], it leaves nothing behind.
+/// Output in progress. Dropping it before [`AtomicOutput::finish`] removes everything that was written.
 #[derive(Debug)]
 pub struct Place {
     target: PathBuf,
     existing: Existing,
-    /// Refuses to replace what is at the target.
+    /// Fails if the existing target must not be replaced.
     check: fn(&Path) -> Result<()>,
-    /// Beside the target, in the same file system.
+    /// Temporary path next to the target, in the same file system.
     begun: PathBuf,
     is_finished: bool,
 }
 
 impl Place {
-    /// A folder at `target`; only its last part may be missing. What `check` refuses is not replaced, before anything is
-    /// written and after.
+    /// Creates output to a folder at `target`, whose parent must exist. `check` decides whether an existing
+    /// target may be replaced; it runs before writing and again before replacing.
     pub fn folder(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
-        ensure!(!target.is_file(), "{} is a file, where a folder is to be written", target.display());
+        ensure!(!target.is_file(), "{} is a file, but the output is a folder", target.display());
         let place = Place::beside(target, existing, check)?;
         fs::create_dir(&place.begun).with_context(|| format!("cannot write {}", target.display()))?;
         Ok(place)
     }
 
-    /// A file at `target`, likewise.
+    /// Creates output to a file at `target`; see [`AtomicOutput::folder`].
     pub fn file(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
-        ensure!(!target.is_dir(), "{} is a folder, where a file is to be written", target.display());
+        ensure!(!target.is_dir(), "{} is a folder, but the output is a file", target.display());
         Place::beside(target, existing, check)
     }
 
     fn beside(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
-        let name =
-            target.file_name().with_context(|| format!("{} is no name to write to", target.display()))?;
+        let name = target
+            .file_name()
+            .with_context(|| format!("{} is not a usable output path", target.display()))?;
         let name = format!(".{}.{}.part", name.to_string_lossy(), std::process::id());
         let begun = target.with_file_name(name);
-        ensure!(fs::symlink_metadata(&begun).is_err(), "{} is there already: remove it", begun.display());
+        ensure!(
+            fs::symlink_metadata(&begun).is_err(),
+            "{} already exists from another run: remove it",
+            begun.display()
+        );
         let place = Place { target: target.to_owned(), existing, check, begun, is_finished: false };
         place.check_target()?;
         Ok(place)
     }
 
-    /// Refuses what is at the target, unless it may be replaced.
+    /// Fails if the target exists and must not be replaced.
     fn check_target(&self) -> Result<()> {
         if fs::symlink_metadata(&self.target).is_err() {
             return Ok(());
         }
         if self.existing == Existing::Refuse {
-            bail!("{} is there already; --force replaces it", self.target.display());
+            bail!("{} already exists; --force replaces it", self.target.display());
         }
         (self.check)(&self.target)
     }
 
-    /// Where to write: a folder that is there, or a file that is not.
+    /// Returns the temporary path to write to: an existing folder, or a file that does not exist yet.
     pub fn begun(&self) -> &Path {
         &self.begun
     }
 
-    /// Moves what was written to its place. Its files have been synced.
+    /// Moves the output to its target. The caller must have synced its files.
     pub fn finish(mut self) -> Result<()> {
         sync(&self.begun)?;
-        // Writing takes its time: somebody else may have come first.
+        // Another process may have created the target in the meantime.
         self.check_target()?;
         let named = || format!("cannot move {} to {}", self.begun.display(), self.target.display());
         let old = self.target.is_dir().then(|| self.begun.with_extension("old"));
@@ -83,7 +88,7 @@ impl Place {
         }
         if let Err(error) = fs::rename(&self.begun, &self.target) {
             if let Some(old) = &old {
-                // What was there comes back.
+                // Restore the previous content.
                 let _ = fs::rename(old, &self.target);
             }
             return Err(error).with_context(named);
@@ -114,13 +119,13 @@ impl Drop for Place {
     }
 }
 
-/// What a folder's entries are is on the disk too when this is back.
+/// Syncs a file or the entries of a folder to disk.
 fn sync(path: &Path) -> Result<()> {
     let sync = || File::open(path)?.sync_all();
     sync().with_context(|| format!("cannot sync {}", path.display()))
 }
 
-/// Refuses a folder with a file in it, or in a folder within, that `is_ours` does not know by name.
+/// Fails if the folder, or a subfolder, has a file whose name `is_ours` does not accept.
 pub fn check_names(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let named = |folder: &Path| format!("cannot list {}", folder.display());
     let mut folders = vec![folder.to_owned()];
@@ -132,7 +137,7 @@ pub fn check_names(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> 
                 true => folders.push(entry.path()),
                 false => ensure!(
                     entry.file_name().to_str().is_some_and(&is_ours),
-                    "{} would be removed, which is no file of a written model: choose another place",
+                    "{} would be removed, which is not a file of a written model: choose another output path",
                     entry.path().display()
                 ),
             }
@@ -195,7 +200,7 @@ mod tests {
         for refused in
             [Place::file(&file, Existing::Refuse, any), Place::folder(&folder, Existing::Refuse, are_ours)]
         {
-            assert!(refused.unwrap_err().to_string().contains("there already; --force"));
+            assert!(refused.unwrap_err().to_string().contains("already exists; --force"));
         }
         assert!(
             Place::file(&folder, Existing::Replace, any).is_err()
@@ -222,7 +227,7 @@ mod tests {
         fs::write(&file, "theirs").unwrap();
         fs::create_dir(&folder).unwrap();
         fs::write(folder.join("letter.txt"), "dear").unwrap();
-        assert!(one.finish().unwrap_err().to_string().contains("there already"));
+        assert!(one.finish().unwrap_err().to_string().contains("already exists"));
         assert!(other.finish().unwrap_err().to_string().contains("letter.txt"));
         assert_eq!(
             (fs::read(&file).unwrap(), names(&folder)),
@@ -231,7 +236,7 @@ mod tests {
         assert_eq!(names(scratch.path()), ["a", "b"]);
     }
 
-    /// A folder that was never a model is not removed, whatever was said.
+    /// A folder with foreign files is not removed, even with [`Existing::Replace`].
     #[test]
     fn what_is_not_ours_is_never_removed() {
         let scratch = Scratch::new();

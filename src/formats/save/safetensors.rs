@@ -1,6 +1,7 @@
-//! Safetensors written: one file, or several of bounded size with an index.
+//! Writing safetensors: one file, or several of bounded size with an index.
 //!
-//! Invariant: tensors lie in the order of their numbers' size, larger ones first, so that each begins where its own size wants it.
+//! Invariant: within a file, tensors are ordered by descending element size, so that each is aligned to its
+//! element size.
 
 use super::{SavedFile, SavedTensor};
 use crate::formats::coded;
@@ -8,11 +9,11 @@ use crate::formats::safetensors::{DTYPES, INDEX, SINGLE};
 use crate::formats::sharded::METADATA;
 use serde_json::{Map, Value, json};
 
-/// The header is filled up to a multiple of this.
+/// Alignment of the header's length, in bytes.
 const HEADER_ALIGNMENT: usize = 8;
 
-/// The files of these tensors, of no more than `bytes_max` of them each but where one alone has more; and the index of their
-/// names if there are several.
+/// Returns the files for these tensors, each of at most `bytes_max` bytes of tensors (a larger tensor has a
+/// file of its own), and the index, as name and content, if there is more than one file.
 pub fn safetensors_files(
     tensors: &[SavedTensor],
     bytes_max: usize,
@@ -32,7 +33,7 @@ pub fn safetensors_files(
     (files, index)
 }
 
-/// Tensors of each file, in their order.
+/// Distributes the tensors to files in order, as indices.
 fn shards(tensors: &[SavedTensor], bytes_max: usize) -> Vec<Vec<usize>> {
     let (mut shards, mut held) = (vec![Vec::new()], 0);
     for (at, tensor) in tensors.iter().enumerate() {
@@ -41,7 +42,7 @@ fn shards(tensors: &[SavedTensor], bytes_max: usize) -> Vec<Vec<usize>> {
             held = 0;
         }
         held += tensor.bytes();
-        shards.last_mut().expect("there is at least one; this is a bug").push(at);
+        shards.last_mut().expect("there is at least one shard; this is a bug").push(at);
     }
     shards
 }
@@ -50,7 +51,7 @@ fn number_bytes(tensor: &SavedTensor) -> usize {
     if tensor.is_coded() { 1 } else { tensor.ty.row().block_bytes }
 }
 
-/// The header's length and the header.
+/// Returns the header's length followed by the header.
 fn head(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
     let of_file = || order.iter().map(|at| &tensors[*at]);
     let mut header = Map::new();
@@ -72,7 +73,7 @@ fn described(tensor: &SavedTensor, begin: usize, end: usize) -> Value {
         Some((name, _)) => (*name, tensor.shape.clone()),
         None => {
             let stored = coded::stored_shape(tensor.ty, &tensor.shape, tensor.turned);
-            (coded::BYTES, stored.expect("matrices alone are coded, and in whole blocks; this is a bug"))
+            (coded::BYTES, stored.expect("packed tensors are matrices of whole blocks; this is a bug"))
         }
     };
     json!({ "dtype": dtype, "shape": shape, "data_offsets": [begin, end] })
@@ -111,7 +112,7 @@ mod tests {
         ]
     }
 
-    /// Writes the files with every tensor's bytes being its number.
+    /// Writes the files; every byte of a tensor is the tensor's index.
     fn written(bytes_max: usize) -> (Scratch, usize) {
         let (tensors, folder) = (some(), Scratch::new());
         let (files, index) = safetensors_files(&tensors, bytes_max);
@@ -143,7 +144,7 @@ mod tests {
         }
     }
 
-    /// A file that says something else of a tensor than the tensor does.
+    /// Edits the metadata of a file so that it contradicts the tensors.
     #[test]
     fn a_description_that_does_not_fit_its_tensor_is_refused_by_name() {
         let tensors = some();
@@ -153,7 +154,7 @@ mod tests {
             (
                 r#"{\"type\":\"q8_0\""#,
                 r#"{\"type\":\"q9_0\""#,
-                "tensor 'turned': there is no number format 'q9_0'",
+                "tensor 'turned': unknown number format 'q9_0'",
             ),
             (
                 r#"\"turned\":{"#,
@@ -163,9 +164,9 @@ mod tests {
             (
                 r#"\"shape\":[32,7]"#,
                 r#"\"shape\":[32,8]"#,
-                "tensor 'turned': shape [32, 8] of q8_0 turned needs U8 [8, 34]",
+                "tensor 'turned': shape [32, 8] of q8_0 transposed needs U8 [8, 34]",
             ),
-            (r#"format_version":"1""#, r#"format_version":"3""#, "version \"3\" is not known"),
+            (r#"format_version":"1""#, r#"format_version":"3""#, "version \"3\" is not supported"),
         ] {
             assert!(text.contains(from), "{text}");
             let text = text.replacen(from, to, 1);

@@ -1,8 +1,8 @@
-//! How an encoder's folder says that a text becomes one vector: the files of sentence-transformers, `modules.json`
-//! and the settings of its modules.
+//! Pooling settings of an embedding model: the files of sentence-transformers, `modules.json` and the
+//! settings of its modules.
 //!
-//! Invariant: a module, a way of pooling or a setting that is not served is kept by its name, so that who needs it can
-//! refuse; only a file that cannot be read is an error here.
+//! Invariant: an unsupported module, pooling mode or setting is recorded by name, so that the caller can
+//! reject it; only a file that cannot be parsed is an error here.
 
 mod texts;
 
@@ -15,38 +15,38 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::fmt;
 
-/// The list of modules.
+/// File with the list of modules.
 pub const MODULES: &str = "modules.json";
 
-/// The settings of a module that pools, in its folder.
+/// Settings file of a pooling module, in its folder.
 const CONFIG: &str = "config.json";
 
-/// What stands before a way of pooling in the settings.
+/// Prefix of the switches of pooling modes.
 const MODE: &str = "pooling_mode_";
-/// The one that some files have instead of a switch for each: a mode, or several.
+/// Key that some files have instead of switches: a mode or a list of modes.
 const MODE_NAME: &str = "pooling_mode";
 
-/// What a folder says of vectors.
+/// Embedding settings of a model folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SentenceFiles {
     pub pooling: FoundPooling,
-    /// A module brings each vector to length 1.
+    /// Whether embeddings are L2-normalized.
     pub normalize: bool,
-    /// What is done to texts, if a file says so.
+    /// Text preprocessing, if it is configured.
     pub texts: Option<TextSettings>,
 }
 
-/// A way of pooling, as far as it is one of ours.
+/// The configured pooling, supported or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundPooling {
     Served(Pooling),
     Unserved(Unserved),
 }
 
-/// What is in the way of a pooling that would be as the files say.
+/// A setting that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unserved {
-    /// The file that asks for it, with its path.
+    /// The file with the setting, with its path.
     pub file: String,
     pub why: String,
 }
@@ -60,18 +60,18 @@ impl fmt::Display for Unserved {
 #[derive(Deserialize)]
 struct Module {
     path: String,
-    /// `sentence_transformers.models.Pooling`: the last part tells.
+    /// Such as `sentence_transformers.models.Pooling`; the last component decides.
     #[serde(rename = "type")]
     class: String,
 }
 
 impl SentenceFiles {
-    /// Reads a model's folder; `None` if it has no list of modules.
+    /// Reads a model folder. Returns `None` if it has no list of modules.
     pub fn from_folder(folder: &Folder) -> Result<Option<SentenceFiles>> {
         let Some(modules) = Module::all(folder)? else { return Ok(None) };
         let file = || folder.file(MODULES).display().to_string();
         let unserved = |why| FoundPooling::Unserved(Unserved { file: file(), why });
-        let pooling = unserved("no module pools".to_owned());
+        let pooling = unserved("no pooling module".to_owned());
         let mut found = SentenceFiles { pooling, normalize: false, texts: None };
         let mut stranger = None;
         for module in &modules {
@@ -83,14 +83,15 @@ impl SentenceFiles {
                 _ => {}
             }
         }
-        // What the others say holds for who does without it.
+        // The other modules are read all the same: a request can choose its own pooling.
         if let Some(class) = stranger {
-            found.pooling = unserved(format!("a module of the type {class} is not served"));
+            found.pooling = unserved(format!("modules of type {class} are not supported"));
         }
         Ok(Some(found))
     }
 
-    /// The settings of modules that pool, by their names in the folder; none where no list of modules can be read.
+    /// Returns the paths of the pooling modules' settings files within the folder; empty if the list of
+    /// modules is missing or malformed.
     pub fn pooling_files(folder: &Folder) -> Vec<String> {
         let modules = Module::all(folder).ok().flatten().unwrap_or_default();
         let pooling = modules.iter().filter(|module| module.class() == "Pooling");
@@ -99,7 +100,7 @@ impl SentenceFiles {
 }
 
 impl Module {
-    /// Those of a folder, in order; `None` if it has no list of them.
+    /// Returns a folder's modules in order, or `None` if it has no list of them.
     fn all(folder: &Folder) -> Result<Option<Vec<Module>>> {
         let Some(content) = folder.read(MODULES)? else { return Ok(None) };
         let modules = serde_json::from_slice(&content);
@@ -111,14 +112,14 @@ impl Module {
     }
 }
 
-/// The name of a file in a module's folder, which lies beside the list.
+/// Returns the path of a file in a module's folder, which is next to the list of modules.
 fn module_file(folder: &Folder, path: &str, name: &str) -> Result<String> {
     let is_own = is_plain_name(path);
-    ensure!(is_own, "{}: '{path}' is not the name of a folder beside it", folder.file(MODULES).display());
+    ensure!(is_own, "{}: '{path}' is not the name of a folder next to it", folder.file(MODULES).display());
     Ok(format!("{path}/{name}"))
 }
 
-/// What a pooling module's settings say.
+/// Reads the settings of a pooling module.
 fn pooling_of(folder: &Folder, path: &str) -> Result<FoundPooling> {
     let name = module_file(folder, path, CONFIG)?;
     let missing = || anyhow!("{}: no such file", folder.file(&name).display());
@@ -136,13 +137,13 @@ fn pooling_of(folder: &Folder, path: &str) -> Result<FoundPooling> {
             let what = if on.is_empty() { "none".to_owned() } else { on.join(" with ") };
             FoundPooling::Unserved(Unserved {
                 file: settings.file().display().to_string(),
-                why: format!("the pooling mode is {what}, which is not served"),
+                why: format!("the pooling mode is {what}, which is not supported"),
             })
         }
     })
 }
 
-/// The modes whose switches are on.
+/// Returns the modes whose switches are on.
 fn switched_on(settings: &HubConfig) -> Result<Vec<&str>> {
     let mut on = Vec::new();
     for key in settings.keys() {
@@ -185,7 +186,7 @@ mod tests {
         SentenceFiles::from_folder(&folder.folder())
     }
 
-    /// As the library writes it: every mode with its switch.
+    /// Settings as the library writes them: a switch for every mode.
     fn switches(on: &[&str]) -> Value {
         let mut settings = json!({"word_embedding_dimension": 32, "include_prompt": true});
         for mode in [
@@ -235,11 +236,11 @@ mod tests {
             (&plain, json!({"pooling_mode": "max"}), "max"),
             (&plain, json!({"pooling_mode": ["mean", "cls"]}), "mean with cls"),
             (&modules(&["Transformer", "Pooling", "Dense"]), switches(&["cls_token"]), "type Dense"),
-            (&modules(&["Transformer"]), switches(&["cls_token"]), "no module pools"),
+            (&modules(&["Transformer"]), switches(&["cls_token"]), "no pooling module"),
         ] {
             let found = read(modules, Some(&settings)).unwrap().unwrap();
             let FoundPooling::Unserved(Unserved { file, why }) = found.pooling else {
-                panic!("{named} is served")
+                panic!("{named} is supported")
             };
             assert!(why.contains(named) && file.contains(".json"), "{file}: {why}");
         }
@@ -254,7 +255,7 @@ mod tests {
             ["Dense", "Pooling", "LayerNorm", "Normalize"],
         ] {
             let found = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
-            let FoundPooling::Unserved(unserved) = &found.pooling else { panic!("Dense is served") };
+            let FoundPooling::Unserved(unserved) = &found.pooling else { panic!("Dense is supported") };
             assert!(found.normalize && unserved.why.contains("Dense"), "{unserved}");
         }
     }

@@ -1,26 +1,27 @@
-//! What sentence-transformers does to a text before the model reads it: `sentence_bert_config.json`.
+//! Text preprocessing of sentence-transformers: `sentence_bert_config.json`.
 //!
-//! Invariant: nothing of it is done here; what would make a difference is told.
+//! Invariant: no preprocessing is done here; settings that would make a difference are reported.
 
 use super::{Unserved, module_file};
 use crate::formats::{Folder, HubConfig};
 use anyhow::Result;
 
-/// The settings of the module that reads texts.
+/// Settings file of the Transformer module.
 pub const TEXT_CONFIG: &str = "sentence_bert_config.json";
 
-/// What is done to a text before the model reads it.
+/// Text preprocessing before tokenization.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextSettings {
-    /// The file that says so, with its path.
+    /// The settings file, with its path.
     file: String,
     lowercase: bool,
-    /// Tokens that longer texts are cut to.
+    /// Maximum length in tokens; longer texts are truncated.
     max_tokens: Option<usize>,
 }
 
 impl TextSettings {
-    /// Those of the module at `path`, which is the model's own folder if that is empty; `None` without such a file.
+    /// Reads the settings of the module at `path`, or of the model folder itself if `path` is empty. Returns
+    /// `None` if the file does not exist.
     pub(super) fn read(folder: &Folder, path: &str) -> Result<Option<TextSettings>> {
         let name = match path {
             "" => TEXT_CONFIG.to_owned(),
@@ -34,13 +35,13 @@ impl TextSettings {
         }))
     }
 
-    /// What of it is not done where texts of up to `context` tokens are read.
+    /// Returns the settings that are not applied, for a model with a context of `context` tokens.
     pub fn unserved(&self, context: usize) -> Vec<Unserved> {
         let lowercase = self.lowercase.then(|| {
-            "do_lower_case is true: texts are put into small letters only if the tokenizer does so".to_owned()
+            "do_lower_case is true, but texts are lowercased only if the tokenizer does so".to_owned()
         });
         let cut = self.max_tokens.filter(|most| *most < context).map(|most| {
-            format!("max_seq_length is {most}: texts are not cut to that, but read up to {context} tokens")
+            format!("max_seq_length is {most}, but texts of up to {context} tokens are used in full")
         });
         lowercase.into_iter().chain(cut).map(|why| Unserved { file: self.file.clone(), why }).collect()
     }
@@ -55,7 +56,7 @@ mod tests {
     #[test]
     fn what_would_be_done_to_texts_is_told_where_it_makes_a_difference() {
         let folder = Scratch::new();
-        for (settings, context, told) in [
+        for (settings, context, expected) in [
             (json!({"max_seq_length": 128, "do_lower_case": false}), 512, &["max_seq_length is 128"][..]),
             (json!({"max_seq_length": 512}), 512, &[]),
             (json!({"max_seq_length": null}), 512, &[]),
@@ -68,9 +69,10 @@ mod tests {
             folder.write(TEXT_CONFIG, settings.to_string().as_bytes());
             let texts = TextSettings::read(&folder.folder(), "").unwrap().unwrap();
             let unserved: Vec<String> = texts.unserved(context).iter().map(Unserved::to_string).collect();
-            assert_eq!(unserved.len(), told.len(), "{unserved:?}");
-            let is_told = |(said, told): (&String, &&str)| said.contains(TEXT_CONFIG) && said.contains(told);
-            assert!(unserved.iter().zip(told).all(is_told), "{unserved:?}");
+            assert_eq!(unserved.len(), expected.len(), "{unserved:?}");
+            let is_expected =
+                |(shown, part): (&String, &&str)| shown.contains(TEXT_CONFIG) && shown.contains(part);
+            assert!(unserved.iter().zip(expected).all(is_expected), "{unserved:?}");
         }
     }
 }

@@ -1,26 +1,27 @@
-//! What attention reads and how: the cache, the page tables, masks and biases.
+//! The plain data of attention: the KV cache, page tables, masks and relative position biases.
 //!
-//! Invariant: plain data; what a row sees follows from its position, its span and the mask alone.
+//! Invariant: which positions a row attends to follows from its position, its span and the mask alone.
 
 use super::DeviceError;
 use crate::quant::QuantType;
 
-/// The KV cache of one layer, every page of it.
+/// The KV cache of one layer: all its pages.
 pub struct KvLayer<Buf> {
     pub k: Buf,
     pub v: Buf,
     pub layout: KvLayout,
 }
 
-/// The size of a layer's KV cache. How a page is laid out inside is the backend's own business.
+/// Dimensions of the KV cache of one layer. The memory layout within a page is private to the backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
-    /// One of [`QuantType::cached`].
+    /// Storage type; one of [`QuantType::kv_cache_types`].
     pub ty: QuantType,
-    /// Pages in the pool, the sink (page 0) included.
+    /// Pages in the pool, including the null page (page 0).
     pub pages: usize,
-    /// Token positions of one page; a multiple of [`KvLayout::BLOCK`].
+    /// Token positions of one page; a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub page_positions: usize,
+    /// KV heads.
     pub kv_heads: usize,
     /// Width of one head of K.
     pub k_dim: usize,
@@ -29,14 +30,15 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Positions whose scores are reduced together in attention. Pages hold whole blocks, so that the
-    /// order of summation does not depend on the page size.
+    /// Positions whose scores attention reduces together. Pages hold whole blocks, so that the order of
+    /// summation does not depend on the page size.
     pub const BLOCK: usize = 32;
-    /// Elements that a head's V may be padded to a multiple of, and those of half a byte.
+    /// Multiple to which a backend may pad the V of a head, in elements.
     const PADDING: usize = 16;
+    /// Multiple for 4-bit elements.
     const PADDING_OF_HALVES: usize = 32;
 
-    /// Refuses types that keys and values are not stored in.
+    /// Checks that keys and values can be stored in [`Self::ty`]. Fails with [`DeviceError::Unsupported`].
     pub fn check_type(&self) -> Result<(), DeviceError> {
         match QuantType::cached().any(|ty| ty == self.ty) {
             true => Ok(()),
@@ -46,53 +48,55 @@ impl KvLayout {
         }
     }
 
-    /// Bytes of K and of V of one position of one KV head, as much as any backend takes; `None` when they overflow.
+    /// Returns the bytes of K and of V for one position of one KV head, an upper bound for every backend;
+    /// `None` on overflow.
     pub fn head_bytes(&self) -> Option<[usize; 2]> {
         let padding = if self.ty == QuantType::G4_B64 { Self::PADDING_OF_HALVES } else { Self::PADDING };
         let padded = self.v_dim.checked_next_multiple_of(padding)?;
         Some([self.ty.run_bytes(self.k_dim)?, self.ty.run_bytes(padded)?])
     }
 
-    /// Bytes of one position, of all heads; `None` when they overflow.
+    /// Returns the bytes of one position, of all heads; `None` on overflow.
     pub fn position_bytes(&self) -> Option<usize> {
         let [k, v] = self.head_bytes()?;
         k.checked_add(v)?.checked_mul(self.kv_heads)
     }
 
-    /// Bytes of one page; `None` when they overflow.
+    /// Returns the bytes of one page; `None` on overflow.
     pub fn page_bytes(&self) -> Option<usize> {
         self.position_bytes()?.checked_mul(self.page_positions)
     }
 }
 
-/// One attention operation.
+/// Parameters of one attention operation.
 pub struct AttentionShape<'a, Buf> {
-    /// Query heads; a multiple of the cache's KV heads, which consecutive query heads share.
+    /// Query heads; a multiple of the KV heads of the cache. Consecutive query heads share a KV head.
     pub heads: usize,
-    /// Multiplies the product of query and key.
+    /// Factor of the dot product of query and key, usually 1 / sqrt(k_dim).
     pub scale: f32,
-    /// Scaled scores s become `cap * tanh(s / cap)`.
+    /// Logit softcap: a scaled score s becomes `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
+    /// Positions that each row attends to.
     pub mask: Mask,
-    /// The page table that leads to keys and values.
+    /// The page table through which keys and values are found.
     pub table: KvTable,
-    /// Added to the scores, after the cap.
+    /// Relative position bias, added to the scores after the softcap.
     pub bias: Option<&'a DistanceBias<Buf>>,
 }
 
-/// Which positions a row sees.
+/// An attention mask: the positions that a row attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mask {
-    /// Those up to its own ([`KvTable::Own`], [`KvTable::Scratch`]); of them the last `window`, its own counted and
-    /// so at least 1, if there is one.
+    /// All positions up to and including its own ([`KvTable::Own`], [`KvTable::Scratch`]). A `window` limits
+    /// them to the last `window` positions, its own included; it is at least 1.
     Causal { window: Option<usize> },
-    /// Every position of its span ([`KvTable::Scratch`]) or of its source ([`KvTable::Cross`]); of them those within
-    /// `window` positions of its own on either side, if there is one.
+    /// All positions of its span ([`KvTable::Scratch`]) or of its encoder input ([`KvTable::Cross`]). A
+    /// `window` limits them to at most `window` positions on either side of its own.
     Whole { window: Option<usize> },
 }
 
 impl Mask {
-    /// Whether the mask has a meaning over that table's positions.
+    /// Returns whether the mask is defined for the positions of `table`.
     pub fn suits(self, table: KvTable) -> bool {
         match self {
             Mask::Causal { window } => table != KvTable::Cross && window != Some(0),
@@ -101,22 +105,25 @@ impl Mask {
     }
 }
 
-/// Which page table is meant.
+/// Page tables of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum KvTable {
-    /// The sequence's own.
+    /// The table of the sequence itself, for causal self-attention.
     Own,
-    /// The one over what its encoder made: positions are those of its source.
+    /// The cross-attention table: its positions are those of the encoder input.
     Cross,
-    /// None: an encoder's span sees itself alone, in a cache that lasts one layer.
+    /// No page table: an encoder span attends to itself in the scratch cache, which is reused by every layer.
     Scratch,
 }
 
-/// A bias that depends on head and distance, as ALiBi's (Press et al. 2022) and T5's (Raffel et al. 2020) do. F32,
-/// finite, `(heads, 2 * reach - 1)`: the entry for key position k and query position q is at `k - q + reach - 1`.
+/// A relative position bias: added to attention scores by head and by the distance between key and query, as
+/// in ALiBi (Press et al. 2022) and T5 (Raffel et al. 2020).
 pub struct DistanceBias<Buf> {
+    /// Biases (heads, 2 * reach - 1), F32, finite. The bias of key position k and query position q is in
+    /// column `k - q + reach - 1`.
     pub table: Buf,
+    /// Query heads.
     pub heads: usize,
-    /// Positions: one more than the largest distance.
+    /// One more than the largest distance.
     pub reach: usize,
 }

@@ -1,101 +1,111 @@
-//! What a layer is made of besides attention: matrices, norms, rotations, non-linearities, experts.
+//! The plain data of all operations but attention: matrices, norms, rotary embeddings, activations, experts.
 //!
-//! Invariant: plain data; a number that decides arithmetic stands in one of these or in a weight.
+//! Invariant: every number that affects the arithmetic is in one of these types or in a weight.
 
 use crate::quant::QuantType;
 
-/// A matrix in a device's memory, `(out, in)`.
+/// A weight matrix (n, k) in device memory: n outputs, k inputs.
 pub struct Weight<Buf> {
+    /// The data, in a layout that is private to the backend.
     pub buf: Buf,
+    /// Storage format.
     pub ty: QuantType,
-    /// Output features; rows of the matrix.
+    /// Output features: rows of the matrix.
     pub out: usize,
-    /// Input features; columns of the matrix.
+    /// Input features: columns of the matrix.
     pub inp: usize,
 }
 
-/// Normalisation of each row, then `* weight + bias`. Weight and bias are F32, `(width)`; either may be absent.
+/// Normalization of each row, followed by `* weight + bias`. Weight and bias are F32 (width); both are
+/// optional.
 pub struct Norm<Buf> {
     pub kind: NormKind,
     pub weight: Option<Buf>,
     pub bias: Option<Buf>,
+    /// Length of a row.
     pub width: usize,
-    /// Added to the mean of squares, or to the variance, before the root.
+    /// Added to the mean square or the variance before the square root.
     pub eps: f32,
 }
 
-/// How a row is normalised.
+/// The kind of a normalization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
-    /// `x / rms(x)` (Zhang and Sennrich 2019).
+    /// RMS norm: `x / rms(x)` (Zhang and Sennrich 2019).
     Rms,
-    /// `(x - mean(x)) / std(x)`, of the biased variance (Ba et al. 2016).
+    /// Layer norm: `(x - mean(x)) / std(x)`, with the biased variance (Ba et al. 2016).
     Layer,
 }
 
-/// Rotary positions: what a row's position turns its pairs by. Tables are F32, `(positions, dims / 2, 2)`: cosine and
-/// sine for each position and pair, both times whatever factor the scaling asks for.
+/// Rotary position embedding (RoPE): precomputed rotations of pairs of dimensions by position.
 pub struct Rope<Buf> {
-    /// Tables by the reserved length of a sequence up to which each is for, ascending; the last is for all beyond.
-    /// Nearly every model has one.
+    /// Tables with the largest reserved sequence length that each one is for, ascending; the last table also
+    /// serves all longer sequences. Nearly every model has one table. A table is F32 (positions, dims / 2,
+    /// 2): cosine and sine for each position and pair, both multiplied by the attention factor of the
+    /// scaling, if it has one.
     pub tables: Vec<(usize, Buf)>,
-    /// Positions each table covers.
+    /// Positions that each table covers.
     pub positions: usize,
     /// Leading dimensions of each head that are rotated; even.
     pub dims: usize,
+    /// Dimensions that form a pair.
     pub style: RopeStyle,
-    /// Lengths beyond the last table's bound have a base of their own.
+    /// Dynamic NTK scaling, for sequences longer than its context.
     pub stretch: Option<RopeStretch>,
 }
 
-/// Dynamic NTK scaling: a sequence whose reserved length L exceeds `context` has the base
-/// `theta * (factor * L / context - (factor - 1)) ^ (dims / (dims - 2))`.
+/// Dynamic NTK scaling of RoPE: a sequence whose reserved length L exceeds `context` has the base `theta *
+/// (factor * L / context - (factor - 1)) ^ (dims / (dims - 2))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeStretch {
+    /// Base of sequences within the context.
     pub theta: f64,
+    /// Scaling factor.
     pub factor: f64,
+    /// Context length of training, in tokens.
     pub context: usize,
 }
 
 impl<Buf> Rope<Buf> {
-    /// The table for sequences with so many reserved tokens.
+    /// Returns the table for sequences with `reserved` reserved tokens.
     pub fn table(&self, reserved: usize) -> &Buf {
-        let fitting = self.tables.iter().find(|(bound, _)| reserved <= *bound).or(self.tables.last());
-        &fitting.expect("rotary positions have a table; this is a bug").1
+        let table = self.tables.iter().find(|(bound, _)| reserved <= *bound).or(self.tables.last());
+        &table.expect("RoPE has at least one table; this is a bug").1
     }
 }
 
 impl RopeStretch {
-    /// The base for sequences with so many reserved tokens, more than `context`.
+    /// Returns the base for sequences with `reserved` reserved tokens, more than `context`.
     pub fn base(&self, dims: usize, reserved: usize) -> f64 {
-        let stretched = self.factor * reserved as f64 / self.context as f64 - (self.factor - 1.0);
-        self.theta * stretched.powf(dims as f64 / (dims as f64 - 2.0))
+        let growth = self.factor * reserved as f64 / self.context as f64 - (self.factor - 1.0);
+        self.theta * growth.powf(dims as f64 / (dims as f64 - 2.0))
     }
 
-    /// The angle of a pair, in radians: an F32 frequency times the position, rounded to F32, as checkpoints expect it.
+    /// Returns the angle of a pair at a position, in radians: an F32 frequency times the position, rounded to
+    /// F32, as checkpoints expect it.
     pub fn angle(base: f64, dims: usize, pair: usize, position: usize) -> f64 {
         let frequency = (1.0 / base.powf(2.0 * pair as f64 / dims as f64)) as f32;
         f64::from(position as f32 * frequency)
     }
 }
 
-/// Which dimensions form a rotated pair.
+/// The pairing of dimensions in RoPE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
-    /// `(i, i + dims / 2)`, as Hugging Face checkpoints store it.
+    /// Pairs `(i, i + dims / 2)`: GPT-NeoX and Hugging Face checkpoints.
     Halves,
-    /// `(2i, 2i + 1)`, as Meta's and llama2.c's do.
+    /// Adjacent pairs `(2i, 2i + 1)`: GPT-J and the original checkpoints of Meta and llama2.c.
     Interleaved,
 }
 
-/// The non-linearity of an MLP.
+/// An activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,
     /// `max(x, 0)²`.
     SquaredRelu,
-    /// `x * Φ(x)`, by the error function.
+    /// `x * Φ(x)`, computed with the error function.
     Gelu,
     /// `x / 2 * (1 + tanh(√(2/π) * (x + 0.044715 x³)))`.
     GeluTanh,
@@ -103,40 +113,47 @@ pub enum Activation {
     QuickGelu,
     /// `x * sigmoid(x)`.
     Silu,
-    /// `tanh(x)`, of poolers and transforms.
+    /// `tanh(x)`, in poolers and embedding transforms.
     Tanh,
 }
 
-/// A mixture of experts (Shazeer et al. 2017): each row goes through the `top_k` experts of the largest scores.
+/// Parameters of a mixture of experts (Shazeer et al. 2017): each row passes through the `top_k` experts with
+/// the largest scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeShape {
-    /// Those that the router chooses among.
+    /// Experts of the layer, on all ranks together.
     pub experts: usize,
-    /// The first one that the device has.
+    /// Number of the first expert that this device holds.
     pub first: usize,
+    /// Experts per row.
     pub top_k: usize,
+    /// Function from router logits to scores.
     pub scoring: Scoring,
-    /// The chosen scores are divided by their sum.
+    /// Whether the selected scores are divided by their sum.
     pub renormalise: bool,
-    /// Multiplies the scores at last.
+    /// Final factor of the scores.
     pub scale: f32,
-    /// Of one expert's MLP.
+    /// Inner width of the MLP of one expert.
     pub width: usize,
+    /// Activation function of the experts.
     pub activation: Activation,
 }
 
-/// Router logits to scores.
+/// The function from router logits to expert scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scoring {
-    /// Over all experts.
+    /// Softmax over all experts.
     Softmax,
-    /// Of each for itself.
+    /// Sigmoid of each logit.
     Sigmoid,
 }
 
-/// One expert: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
+/// The weights of one expert: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
 pub struct Expert<Buf> {
+    /// Gate projection (width, hidden).
     pub gate: Weight<Buf>,
+    /// Up projection (width, hidden).
     pub up: Option<Weight<Buf>>,
+    /// Down projection (hidden, width).
     pub down: Weight<Buf>,
 }

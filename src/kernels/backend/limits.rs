@@ -1,74 +1,82 @@
-//! How large a step can be.
+//! The limits of a step.
 //!
-//! Invariant: whatever is as long as a step, a table or a list of results has its length from here.
+//! Invariant: the length of every buffer that grows with a step, a page table or a list of results follows
+//! from these limits.
 
 use super::KvLayout;
 
-/// The fixed bounds of every step: all buffers are made for these, once.
+/// The upper bounds of every step. All buffers are allocated once, for these sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
-    /// Sequences that can be live at once.
+    /// Sequences that can run at the same time.
     pub slots: usize,
-    /// Rows of one step.
+    /// Rows of one step, of both stacks together.
     pub rows: usize,
-    /// Rows whose logits exist at once; a step with more wanted rows is headed in blocks of this many.
+    /// Rows whose logits exist at the same time. A step with more output rows computes their logits in blocks
+    /// of this many.
     pub logit_rows: usize,
-    /// Tokens of one sequence, prompt and answer.
+    /// Tokens of one sequence: prompt and generated tokens.
     pub positions: usize,
-    /// Tokens of one source, which an encoder reads in one step; 0 without an encoder. At most `rows`.
+    /// Tokens of one encoder input, which an encoder processes in a single step; 0 without an encoder. At
+    /// most `rows`.
     pub source_positions: usize,
+    /// Token positions of one KV page.
     pub page_positions: usize,
-    /// Most likely tokens reported for one row.
+    /// Most likely tokens that can be reported for one row.
     pub top_logprobs: usize,
-    /// Biases of one sequence's logits.
+    /// Logit biases of one sequence.
     pub biases: usize,
+    /// Entries of the vocabulary.
     pub vocab: usize,
-    /// Width of the hidden states that rows may want; 0 where none do.
+    /// Width of the hidden states that spans may return; 0 if none do.
     pub hidden: usize,
-    /// Of the positions that a drawn token sees before its own, how many give it their values.
+    /// Fraction of the earlier visible positions whose values a generated token attends to (top-k sparse
+    /// attention).
     pub attended: Share,
 }
 
-/// A share of some positions, more than none.
+/// A fraction of a number of positions, in (0, 1], stored in millionths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     millionths: u32,
 }
 
 impl Share {
-    /// All of them.
+    /// The fraction 1.
     pub const ALL: Share = Share { millionths: Share::WHOLE };
     const WHOLE: u32 = 1_000_000;
 
-    /// The share, to the nearest millionth; `None` where that is none, or more than all.
-    pub fn new(share: f64) -> Option<Share> {
-        let millionths = (share * f64::from(Share::WHOLE)).round();
-        let is_some = (1.0..=f64::from(Share::WHOLE)).contains(&millionths);
-        is_some.then_some(Share { millionths: millionths as u32 })
+    /// Rounds to the nearest millionth. Returns `None` if the result is 0, greater than 1 or NaN.
+    pub fn new(fraction: f64) -> Option<Share> {
+        let millionths = (fraction * f64::from(Share::WHOLE)).round();
+        let is_valid = (1.0..=f64::from(Share::WHOLE)).contains(&millionths);
+        is_valid.then_some(Share { millionths: millionths as u32 })
     }
 
+    /// Returns whether the fraction is 1.
     pub fn is_all(self) -> bool {
         self == Share::ALL
     }
 
-    /// As many of `positions`, rounded down.
+    /// Returns the fraction of `positions`, rounded down.
     pub fn of(self, positions: usize) -> usize {
         (positions as u128 * u128::from(self.millionths) / u128::from(Share::WHOLE)) as usize
     }
 }
 
 impl StepLimits {
-    /// Entries of a slot's own page table.
+    /// Returns the number of entries of a slot's own page table.
     pub fn table_len(&self) -> usize {
         self.positions.div_ceil(self.page_positions)
     }
 
-    /// Entries of a slot's cross table.
+    /// Returns the number of entries of a slot's cross-attention page table.
     pub fn cross_table_len(&self) -> usize {
         self.source_positions.div_ceil(self.page_positions)
     }
 
-    /// Positions of a scratch cache: a step's encoder spans lie in it one after another, each from a block's begin on.
+    /// Returns the positions of the scratch cache. The encoder spans of a step lie in it one after another,
+    /// each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub fn scratch_positions(&self) -> usize {
         match self.source_positions {
             0 => 0,
@@ -76,7 +84,7 @@ impl StepLimits {
         }
     }
 
-    /// Biases of a step: each slot draws one token in it.
+    /// Returns the largest number of logit biases of a step: each slot samples one token in it.
     pub fn bias_room(&self) -> usize {
         self.slots * self.biases
     }
@@ -93,15 +101,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_rounded_down_and_exact() {
-        let of = |share, positions| Share::new(share).map(|share| share.of(positions));
+    fn fractions_are_rounded_down_exactly() {
+        let of = |fraction, positions| Share::new(fraction).map(|fraction| fraction.of(positions));
         assert_eq!(of(0.1, 20), Some(2));
         assert_eq!([9, 10, 19, 0].map(|past| of(0.1, past)), [0, 1, 1, 0].map(Some));
-        // In floating point these come to 28.999999999999996 and 57.99999999999999.
+        // In floating point these are 28.999999999999996 and 57.99999999999999.
         assert_eq!([of(0.29, 100), of(0.58, 100)], [Some(29), Some(58)]);
         assert_eq!(of(1.0, usize::MAX), Some(usize::MAX));
         assert_eq!(Share::new(1.0), Some(Share::ALL));
-        assert_eq!(Share::new(0.29).map(|share| share.to_string()).as_deref(), Some("0.29"));
+        assert_eq!(Share::new(0.29).map(|fraction| fraction.to_string()).as_deref(), Some("0.29"));
         for wrong in [0.0, -0.1, 1e-7, 1.1, f64::NAN, f64::INFINITY] {
             assert_eq!(Share::new(wrong), None, "{wrong}");
         }

@@ -1,10 +1,11 @@
-//! The one door to a device: buffers, and the operations a transformer layer is made of.
+//! The interface to a compute device: buffers, and the operations that a transformer layer consists of.
 //!
-//! Activations are F32, row-major, without padding: `(rows, width)`. Weights are `(out, in)`, row-major,
-//! in any [`QuantType`]. Every operation works on the rows of the step begun last.
+//! Activations are F32, row-major and without padding: `(rows, width)`. Weights are `(n, k)`, row-major, in
+//! any [`QuantType`]. Every operation works on the rows of the current step.
 //!
-//! Invariant: the arithmetic of an output element depends on weight type, shape and position only, never
-//! on how many rows share the step, on how a prompt is cut into spans, on slots, pages or thread count.
+//! Invariant: the arithmetic of an output element depends only on the weight type, the shape and the
+//! position. It depends neither on how many rows share the step (batch invariance), nor on how a prompt is
+//! divided into spans, nor on slots, pages or the number of threads.
 
 mod blocks;
 
@@ -27,90 +28,107 @@ use crate::collective::Collective;
 use crate::quant::{Inputs, QuantType};
 use std::ops::Range;
 
-/// What a device can say instead of a result.
+/// An error of a device.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum DeviceError {
+    /// An allocation failed.
     #[error("out of memory: {bytes} bytes cannot be allocated ({reason})")]
     OutOfMemory { bytes: usize, reason: String },
+    /// The device does not support what was asked of it; the text says what.
     #[error("{0}")]
     Unsupported(String),
+    /// The device failed.
     #[error("device fault: {0}")]
     Fault(String),
 }
 
-/// A device. One thread drives it; it may have workers of its own.
+/// A compute device: memory, the operations of a transformer, and the state of the slots.
 ///
-/// Sizes and indices are checked where they are made (loading, planning the step); an implementation
-/// asserts them, and a violation is a bug, caught at the device's door.
+/// One thread drives a device, which may have worker threads of its own. The life of a device:
+/// [`Backend::join_stage`] if it is not alone in its stage, then [`Backend::upload_weight`] and
+/// [`Backend::alloc_kv`], then [`Backend::prepare`] (and [`Backend::prepare_moe`]), and then steps. A step
+/// starts with [`Backend::begin_step`], which sets the current rows; all further operations of the step work
+/// on them. Nothing is allocated during a step.
+///
+/// Shapes are written after the name of a buffer: x (rows, width). Unless stated otherwise, elements are F32
+/// and a buffer may be longer than its shape; elements beyond the shape are neither read nor written.
+/// Operations return no errors: sizes and indices are validated when a model is loaded and when a step is
+/// built. An implementation asserts them, so a violation is a bug and panics.
 pub trait Backend: Send + 'static {
-    /// Memory of this device, in bytes. Fresh buffers are zero.
+    /// A buffer in the memory of this device, with a length in bytes. A new buffer is zeroed.
     type Buf: Send + Sync + 'static;
 
-    /// Name, instruction set and threads, for the start report.
+    /// Returns the name, instruction set and number of threads, for the startup report.
     fn describe(&self) -> String;
 
-    /// Threads of the host that are its own, and rest while it is loaded.
+    /// Returns the number of host threads that compute for this device. They are idle while a model is
+    /// loaded, so loading may use as many.
     fn threads(&self) -> usize {
         1
     }
 
-    /// What products with coded weights take the other operand as.
+    /// Returns the precision of the activations in GEMMs with quantized weights.
     fn inputs(&self) -> Inputs;
 
-    /// Takes the device's place among those of its stage. Until then it is alone in one. Where buffers are the host's, sums
-    /// go through `stage`; a device with other memory makes its own way to the others here, and speaks to them over `stage`
-    /// until it has one.
+    /// Joins a stage as one of its tensor-parallel ranks; before, the device is the only rank. A device whose
+    /// buffers lie in host memory runs its collective operations through `stage`. A device with its own
+    /// memory uses `stage` only to set up a direct connection to the other ranks (for example NCCL).
     fn join(&mut self, stage: Box<dyn Collective>);
 
-    /// The device's rank in its stage, and how many members that has.
+    /// Returns the rank of the device in its stage, and the number of ranks.
     fn place(&self) -> (usize, usize);
 
-    /// `bytes` zeroed bytes.
+    /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`].
     fn alloc(&mut self, bytes: usize) -> Result<Self::Buf, DeviceError>;
 
-    /// Host to device: `bytes` to `to[offset..]`.
+    /// Copies `bytes` from the host to `to`, at byte `offset`.
     fn upload(&mut self, to: &mut Self::Buf, offset: usize, bytes: &[u8]);
 
-    /// Device to host: `from[offset..][..bytes.len()]` to `bytes`.
+    /// Copies `bytes.len()` bytes of `from`, starting at byte `offset`, to the host.
     fn download(&mut self, from: &Self::Buf, offset: usize, bytes: &mut [u8]);
 
-    /// Takes a matrix `(out, inp)` given as `ty` codes, little-endian, row-major. May repack it.
+    /// Uploads a matrix (n, k). `bytes` holds its blocks of format `ty`, little-endian, row-major; the device
+    /// may repack them. Fails when memory is exhausted or the format is not supported.
     fn upload_weight(
         &mut self,
         ty: QuantType,
-        out: usize,
-        inp: usize,
+        n: usize,
+        k: usize,
         bytes: &[u8],
     ) -> Result<Weight<Self::Buf>, DeviceError>;
 
-    /// Bytes that such a matrix takes.
-    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize;
+    /// Returns the bytes of device memory that a matrix (n, k) of format `ty` occupies.
+    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize;
 
-    /// Allocates one layer's cache. Refuses what [`KvLayout::check_type`] does.
+    /// Allocates the KV cache of one layer, zeroed. Fails when memory is exhausted or
+    /// [`KvLayout::check_type`] fails.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
 
-    /// Allocates the slot state and all that steps within `limits` need; nothing is allocated afterwards.
+    /// Allocates the slot state and all scratch memory for steps within `limits`. No later operation
+    /// allocates. Fails when memory is exhausted.
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;
 
-    /// Applies the batch's moves and table updates and maps its rows. Those of the decoder are the current ones.
+    /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The rows of
+    /// the decoder become the current rows.
     fn begin(&mut self, batch: &StepBatch);
 
-    /// Makes the rows of one stack's spans the current ones; gives their number. Every operation that speaks of rows,
-    /// of positions or of wanted rows means the current ones; wanted rows are numbered from the stack's first on.
+    /// Makes the rows of one stack the current rows and returns their number. Rows, positions and output rows
+    /// of the other operations refer to the current rows; output rows are numbered from 0 in each stack.
     fn select(&mut self, stack: SpanStack) -> usize;
 
-    /// Copies pages of one layer.
+    /// Copies whole pages, K and V, in the cache of one layer.
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<Self::Buf>);
 
-    /// x (rows, width) = the rows of `table` (tokens, width) that the step's tokens name. Its first one is token `first`'s;
-    /// tokens that have none in it give zeros.
+    /// Looks up embeddings: x (rows, width) = the rows of `table` (tokens, width) for the tokens of the
+    /// current rows. Row 0 of `table` belongs to token `first`; a token outside the table gives zeros.
     fn embed(&mut self, table: &Weight<Self::Buf>, first: usize, x: &mut Self::Buf);
 
-    /// x (rows, width) += the rows of `table` (positions, width) that the rows' positions, plus `offset`, name.
+    /// Adds position embeddings: x (rows, width) += row `position + offset` of `table` (positions, width).
     fn embed_positions(&mut self, table: &Weight<Self::Buf>, offset: usize, x: &mut Self::Buf);
 
-    /// y (rows, out) = x (rows, in) · wᵀ, + bias (out, F32) if given. Where the weight's type takes codes, x is what
-    /// [`crate::quant::InputBlock`] makes of it.
+    /// Multiplies by a weight: y (rows, n) = x (rows, k) · wᵀ, plus bias (n) if given. If the format of the
+    /// weight uses int8 activations on this device, x is first quantized as [`crate::quant::Int8Block`]
+    /// defines.
     fn matmul(
         &mut self,
         rows: usize,
@@ -120,24 +138,26 @@ pub trait Backend: Send + 'static {
         y: &mut Self::Buf,
     );
 
-    /// Products of the same rows with several weights, each as [`Backend::matmul`] gives it, of what [`Backend::norm`] or
-    /// [`Backend::activate`] makes of the rows where that is asked for. A device may leave out the passes over memory between
-    /// these, and take the rows to codes once for all.
-    fn products(&mut self, rows: usize, factor: Factor<Self::Buf>, products: &mut [Product<Self::Buf>]) {
-        one_by_one(self, rows, factor, products);
+    /// Runs several GEMMs with the same input, each with the result of [`Backend::matmul`]. The input may be
+    /// the result of [`Backend::norm`] or [`Backend::activate`]. A device may fuse these operations and
+    /// quantize the input once for all GEMMs.
+    fn products(&mut self, rows: usize, input: Factor<Self::Buf>, gemms: &mut [Product<Self::Buf>]) {
+        one_by_one(self, rows, input, gemms);
     }
 
-    /// y = norm(x), both (rows, width).
+    /// Normalizes rows: y = norm(x), both (rows, width).
     fn norm(&mut self, rows: usize, norm: &Norm<Self::Buf>, x: &Self::Buf, y: &mut Self::Buf);
 
-    /// x = norm(x), (rows, width).
+    /// Normalizes rows in place: x (rows, width) = norm(x).
     fn norm_in_place(&mut self, rows: usize, norm: &Norm<Self::Buf>, x: &mut Self::Buf);
 
-    /// angles (rows, dims / 2, 2) = cosine and sine of each row's pairs, by its position and its sequence's reserved
-    /// length. Good for every layer of the step.
+    /// Computes the rotations of RoPE: angles (rows, dims / 2, 2) = cosine and sine of each pair, by the
+    /// position of the row and the reserved length of its sequence. They are valid for every layer of the
+    /// step.
     fn angles(&mut self, rope: &Rope<Self::Buf>, angles: &mut Self::Buf);
 
-    /// Rotates the first `rope.dims` of each head of x (rows, heads, head_dim) in place by `angles`.
+    /// Applies RoPE in place: rotates the first `rope.dims` dimensions of each head of x (rows, heads,
+    /// head_dim) by `angles`.
     fn rope(
         &mut self,
         rope: &Rope<Self::Buf>,
@@ -147,17 +167,20 @@ pub trait Backend: Send + 'static {
         x: &mut Self::Buf,
     );
 
-    /// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to the rows' positions of the cache.
+    /// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to the cache, at the positions of the
+    /// rows in `table`.
     fn store_kv(&mut self, table: KvTable, k: &Self::Buf, v: &Self::Buf, cache: &mut KvLayer<Self::Buf>);
 
-    /// out (rows, heads, v_dim) = softmax(q · kᵀ · scale) · v, for q (rows, heads, k_dim), each row over the
-    /// positions that the mask lets it see, which must suit the table. A row that sees nothing gives zeros. A sink row
-    /// sees itself alone, and nothing through the cross table.
+    /// Computes attention: out (rows, heads, v_dim) = softmax(q · kᵀ · scale) · v, for q (rows, heads,
+    /// k_dim). Each row attends to the cached positions that the mask allows; the mask must be valid for the
+    /// table ([`Mask::is_valid_for`]). A row without visible positions gives zeros. A row on the null page
+    /// attends only to itself, and to nothing through the cross table.
     ///
-    /// With [`StepLimits::attended`] less than all, a drawn token ([`crate::batch::SpanTokens::is_drawn`]) through its own table
-    /// takes the values of some: of the positions that it sees before its own, those of so large a share with the largest
-    /// scores, ties by position, the lower first, and a NaN the smallest; and its own. Each head by itself, with the weights
-    /// that they have among all.
+    /// With a [`StepLimits::attended_fraction`] below 1, a generated token
+    /// ([`crate::batch::SpanTokens::is_generated`]) uses top-k sparse attention through its own table: each
+    /// head sums the values of that fraction of the earlier visible positions, those with the largest scores,
+    /// and of the token's own position. Ties go to the lower position, and NaN is the smallest score. The
+    /// softmax weights are still those over all visible positions.
     fn attention(
         &mut self,
         shape: &AttentionShape<Self::Buf>,
@@ -166,7 +189,8 @@ pub trait Backend: Send + 'static {
         out: &mut Self::Buf,
     );
 
-    /// gate = act(gate) * up, all (rows, width); without `up`, gate = act(gate).
+    /// Applies an activation function: gate = act(gate) * up, all (rows, width); without `up`, gate =
+    /// act(gate).
     fn activate(
         &mut self,
         rows: usize,
@@ -176,25 +200,27 @@ pub trait Backend: Send + 'static {
         up: Option<&Self::Buf>,
     );
 
-    /// x += factor * y, both (rows, width).
+    /// Adds scaled rows: x += factor * y, both (rows, width).
     fn add(&mut self, rows: usize, width: usize, factor: f32, x: &mut Self::Buf, y: &Self::Buf);
 
-    /// x *= factor, (rows, width).
+    /// Multiplies by a factor: x (rows, width) *= factor.
     fn scale(&mut self, rows: usize, width: usize, factor: f32, x: &mut Self::Buf);
 
-    /// x = cap * tanh(x / cap), (rows, width).
+    /// Applies a softcap: x (rows, width) = cap * tanh(x / cap).
     fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut Self::Buf);
 
-    /// x (rows, width) *= sigmoid(gate), for gate (rows).
+    /// Gates rows: x (rows, width) *= sigmoid(gate), with one gate logit per row: gate (rows).
     fn gate_rows(&mut self, rows: usize, width: usize, gate: &Self::Buf, x: &mut Self::Buf);
 
-    /// Makes what [`Backend::moe`] needs beside its buffers, once for each shape, before the first step.
+    /// Allocates the scratch memory of [`Backend::moe`] for inputs of width `hidden`. Called once for each
+    /// shape, before the first step. Fails when memory is exhausted.
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError>;
 
-    /// y (rows, hidden) = for each row the sum of its chosen experts' results, each times its score: of the
-    /// `router` logits (rows, experts) the `top_k` largest are chosen, ties by index; a NaN counts as negative
-    /// infinity. The sum is in the order of experts. `experts` are those from `shape.first` on; others that are chosen
-    /// give nothing.
+    /// Computes a mixture of experts: y (rows, hidden) = the sum of the selected experts' results for x
+    /// (rows, hidden), each multiplied by its score, added in the order of experts. The `top_k` largest
+    /// `router` logits (rows, experts) select the experts; ties go to the lower index, and NaN counts as
+    /// negative infinity. `experts` are those of this device, from `shape.first_expert` on; selected experts
+    /// of other devices contribute nothing.
     fn moe(
         &mut self,
         rows: usize,
@@ -205,30 +231,34 @@ pub trait Backend: Send + 'static {
         y: &mut Self::Buf,
     );
 
-    /// x (rows, width) = its sum over the members of the stage, in rank order. One member: x as it is. Unwinds with
-    /// [`crate::Aborted`] when the stage is given up.
+    /// All-reduce: x (rows, width) = the sum of x over all ranks of the stage, added in rank order. With one
+    /// rank, x is unchanged. Unwinds with [`crate::Aborted`] if the stage is aborted.
     fn reduce(&mut self, rows: usize, width: usize, x: &mut Self::Buf);
 
-    /// all (rows, sum of `widths`) = what the members of the stage have, side by side by rank: of this one `own` (rows,
-    /// widths\[rank\]). Unwinds with [`crate::Aborted`] when the stage is given up.
+    /// All-gather of columns: all (rows, sum of `widths`) = the `own` (rows, widths\[rank\]) of every rank,
+    /// side by side in rank order. Unwinds with [`crate::Aborted`] if the stage is aborted.
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf);
 
-    /// y (rows, columns.len()) = those columns of x (rows, width).
+    /// Copies columns: y (rows, columns.len()) = the given columns of x (rows, width).
     fn columns(&mut self, rows: usize, width: usize, columns: Range<usize>, x: &Self::Buf, y: &mut Self::Buf);
 
-    /// y (wanted.len(), width) = the wanted rows `wanted` of the step, taken from x (rows, width).
-    fn gather(&mut self, wanted: Range<usize>, width: usize, x: &Self::Buf, y: &mut Self::Buf);
+    /// Gathers output rows: y (outputs.len(), width) = the rows of x (rows, width) that are the output rows
+    /// number `outputs` of the current stack.
+    fn gather(&mut self, outputs: Range<usize>, width: usize, x: &Self::Buf, y: &mut Self::Buf);
 
-    /// Appends rows of x (rows, width) to the hidden states of `out`: those of a span that wants them, normed.
+    /// Appends rows of x (rows, width), after the final norm, to the hidden states of `out`. The rows are
+    /// those of a span with [`crate::batch::SpanOutput::Hidden`].
     fn hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
 
-    /// Draws or scores the wanted rows `wanted` from logits (wanted.len(), vocab), appends their results to
-    /// `out` in order, and remembers drawn tokens as their slots' last.
+    /// Samples or scores the output rows number `outputs` of the current stack from their logits
+    /// (outputs.len(), vocab). Appends the results to `out` in order, and stores each sampled token as the
+    /// last token of its slot.
     ///
-    /// Defined by [`crate::reference::draw`]: biases added; logits ordered descending, ties by id;
-    /// temperature, then top-k, top-p and min-p; the draw is [`crate::random::uniform`] of (seed, position).
-    fn sample(&mut self, wanted: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
+    /// The result is defined by [`crate::reference::sample`]: add biases; order the logits descending, ties
+    /// by id; apply temperature, then top-k, top-p and min-p; take the random number
+    /// [`crate::random::uniform`] of (seed, position).
+    fn sample(&mut self, outputs: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
 
-    /// One of a slot's page tables, on the host: what checks and tests look at.
+    /// Returns one of the page tables of a slot, in host memory, for checks and tests.
     fn table(&self, slot: u32, table: KvTable) -> &[Page];
 }

@@ -1,38 +1,38 @@
-//! Several products of the same rows, with what comes right before and behind them.
+//! Several GEMMs with the same input, fused with the operation before them and the addition after them.
 //!
-//! Invariant: what is asked for together gives what the operations give one by one.
+//! Invariant: a fused call gives the results of the separate operations.
 
 use super::{Activation, Backend, Norm, Weight};
 
-/// The rows (rows, in) that weights are multiplied with.
+/// The input (rows, k) of GEMMs, with the operation that produces it.
 pub enum Factor<'a, Buf> {
-    /// As they are.
+    /// The rows as they are.
     Given(&'a Buf),
-    /// norm(x). `room` (rows, in) may be written to.
+    /// The rows norm(x). `buffer` (rows, k) may be overwritten.
     Normed { norm: &'a Norm<Buf>, x: &'a Buf, room: &'a mut Buf },
-    /// act(gate) * up, or without `up` act(gate). `gate` may be written to.
+    /// The rows act(gate) * up, or act(gate) without `up`. `gate` may be overwritten.
     Activated { act: Activation, gate: &'a mut Buf, up: Option<&'a Buf> },
 }
 
-/// One of the products.
+/// One GEMM: input · wᵀ, plus `bias` if given, stored by `epilogue`.
 pub struct Product<'a, Buf> {
-    /// (out, in)
+    /// Weight (n, k).
     pub w: &'a Weight<Buf>,
-    /// (out)
+    /// Bias (n), F32.
     pub bias: Option<&'a Buf>,
     pub to: To<'a, Buf>,
 }
 
-/// What becomes of a product's result (rows, out).
+/// The epilogue of a GEMM: the destination of its result (rows, n).
 pub enum To<'a, Buf> {
-    /// y = it.
+    /// Overwrites y (rows, n).
     Set(&'a mut Buf),
-    /// x += it. `room` (rows, out) may be written to.
+    /// Adds to x (rows, n). `buffer` (rows, n) may be overwritten.
     Add { x: &'a mut Buf, room: &'a mut Buf },
 }
 
 impl<'a, Buf> Factor<'a, Buf> {
-    /// The rows (rows, width), in memory.
+    /// Computes the input (rows, width) and returns the buffer that holds it.
     pub fn made<B: Backend<Buf = Buf> + ?Sized>(self, b: &mut B, rows: usize, width: usize) -> &'a Buf {
         match self {
             Factor::Given(x) => x,
@@ -48,16 +48,16 @@ impl<'a, Buf> Factor<'a, Buf> {
     }
 }
 
-/// [`Backend::products`], by the operations that each device has.
+/// Implements [`Backend::gemms`] by the separate operations.
 pub(crate) fn one_by_one<B: Backend + ?Sized>(
     b: &mut B,
     rows: usize,
-    factor: Factor<B::Buf>,
-    products: &mut [Product<B::Buf>],
+    input: Factor<B::Buf>,
+    gemms: &mut [Product<B::Buf>],
 ) {
-    let Some(inp) = products.first().map(|product| product.w.inp) else { return };
-    let x = factor.made(b, rows, inp);
-    for Product { w, bias, to } in products {
+    let Some(k) = gemms.first().map(|gemm| gemm.w.inp) else { return };
+    let x = input.made(b, rows, k);
+    for Product { w, bias, to } in gemms {
         match to {
             To::Set(y) => b.matmul(rows, w, *bias, x, y),
             To::Add { x: sum, room } => {

@@ -1,42 +1,45 @@
-//! What one stage hands the next: the residual stream of a step's rows, as bytes.
+//! The activations that one pipeline stage sends to the next: the residual stream of a step's rows, as bytes.
 //!
-//! Invariant: as long as a step is within the limits, its buffers never grow.
+//! Invariant: for steps within the limits, the buffers never grow.
 
 use serde::{Deserialize, Serialize};
 use std::mem::size_of;
 
-/// The residual streams of a step between two stages, F32, little-endian, (rows, hidden).
+/// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, F32,
+/// little-endian.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Carried {
-    /// Of the encoder's rows; behind its last layer what a decoder attends to. Empty where no stage ahead wants it.
+    /// Rows of the encoder; after its last layer, the encoder output that the decoder attends to. Empty if no
+    /// later stage needs them.
     pub encoder: Vec<u8>,
-    /// Of the decoder's rows; empty before its first layer.
+    /// Rows of the decoder; empty before its first layer.
     pub decoder: Vec<u8>,
 }
 
-/// How a stage's part of a step begins and ends.
+/// Activation buffers at the start and the end of a pipeline stage.
 #[derive(Debug, Default)]
 pub struct Flow<'a> {
-    /// What the stage before gave; `None` in the first.
+    /// Activations from the previous stage; `None` in the first stage.
     pub from: Option<&'a Carried>,
-    /// What the next one gets, overwritten; `None` in the last.
+    /// Activations for the next stage, overwritten; `None` in the last stage.
     pub to: Option<&'a mut Carried>,
 }
 
 impl Carried {
-    /// Room for any step within `limits` of a model of that width.
+    /// Allocates buffers for any step within `limits` of a model with width `hidden`.
     pub fn with_capacity(limits: &crate::StepLimits, hidden: usize) -> Carried {
         let [encoder, decoder] = Self::capacities(limits, hidden);
         Carried { encoder: Vec::with_capacity(encoder), decoder: Vec::with_capacity(decoder) }
     }
 
-    /// Bytes of that room.
+    /// Returns the total capacity of such buffers, in bytes.
     pub fn bytes(limits: &crate::StepLimits, hidden: usize) -> usize {
         let [encoder, decoder] = Self::capacities(limits, hidden);
         encoder.saturating_add(decoder)
     }
 
-    /// Of either stack: any step's rows, where the model has it.
+    /// Returns the capacity for each stack, in bytes: the rows of the largest step if the model has the
+    /// stack.
     fn capacities(limits: &crate::StepLimits, hidden: usize) -> [usize; 2] {
         let rows = limits.rows.saturating_mul(hidden).saturating_mul(size_of::<f32>());
         [limits.source_positions, limits.positions].map(|positions| if positions > 0 { rows } else { 0 })

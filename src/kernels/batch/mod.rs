@@ -1,7 +1,8 @@
-//! What travels between the decode loop and a device: one forward pass, described without padding.
+//! The data that the decode loop and a device exchange: the input and the output of one step, without
+//! padding.
 //!
-//! Invariant: plain data of fixed capacity. A batch is built on the control side, read on the device,
-//! and comes back to be used again; neither journey allocates.
+//! Invariant: plain data with fixed capacity. The decode loop builds a batch, the device reads it, and the
+//! batch returns to be reused; neither direction allocates.
 
 mod carried;
 mod sampling;
@@ -16,95 +17,109 @@ use crate::backend::KvTable;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// A sequence's place in every per-sequence buffer of the device.
+/// The index of a sequence in all per-sequence buffers of a device.
 pub type Slot = u32;
-/// The number of a KV page. Page 0 is the sink: never leased, written by rows whose result nobody wants.
+/// The index of a KV page. Page 0 is the null page [`NULL_PAGE`].
 pub type Page = u32;
 
-/// The page that absorbs the K and V of rows computed only to be discarded.
+/// The null page: it is never leased to a sequence, and receives the K and V of rows whose results are
+/// discarded.
 pub const SINK_PAGE: Page = 0;
 
-/// One forward pass. Applied in this order: moves, table updates, page copies, spans.
+/// The input of one step: a forward pass over rows of several sequences, and changes of the slot state before
+/// it.
+///
+/// A device applies the fields in this order: slot moves, page table updates, page copies, spans. The rows of
+/// the step are the tokens of `spans`, one span after another; a list that belongs to several rows or spans
+/// is flat, and each of them refers to its own range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepBatch {
-    /// Consecutive number of the step within its group; a gap is a bug and asserted by the device.
+    /// Sequential number of the step in its group. A gap is a bug; the device asserts that there is none.
     pub step: u64,
-    /// The lane (window of slots) this step belongs to.
+    /// The lane of the step: the window of slots that it belongs to. Each lane has its own step in flight, so
+    /// that several micro-batches can pass through the pipeline stages.
     pub lane: u32,
-    /// Slot state to move before anything else. Sources and targets are disjoint.
+    /// Slot moves. No slot is both the source of one and the target of another.
     pub moves: Vec<SlotMove>,
-    /// Entries of slots' page tables to write.
+    /// Changes of page table entries.
     pub tables: Vec<TableUpdate>,
-    /// Pages to copy whole, in every layer.
+    /// Pages to copy, in every layer.
     pub copies: Vec<PageCopy>,
-    /// The ragged rows of the pass: span after span, row after row. Spans of the encoder come first.
+    /// Spans of tokens to process. Spans of the encoder precede spans of the decoder.
     pub spans: Vec<Span>,
-    /// Token ids of the spans that give them.
+    /// Token ids of the spans whose tokens are given with the batch.
     pub tokens: Vec<u32>,
-    /// Rows of spans that want some of theirs, counted from the span's first, ascending.
+    /// Row indices of spans with [`SpanOutput::Selected`], counted from the first row of the span, ascending.
     pub picks: Vec<u32>,
-    /// One entry for each row whose logits are wanted, in row order.
+    /// Sampling parameters of every output row, in row order.
     pub samples: Vec<SampleRow>,
-    /// What is added to logits before a token is drawn, one row's after another's: (id, bias).
+    /// Logit biases (token id, bias), added to the logits before sampling, one row after another.
     pub biases: Vec<(u32, f32)>,
-    /// Whether the wanted rows' raw logits are wanted too: what measures quality asks, and serving never does.
+    /// Whether to return the raw logits of the output rows. Used for evaluation, never for serving.
     pub logits: bool,
 }
 
-/// A run of tokens of one sequence within a step.
+/// A run of consecutive tokens of one sequence within a step; each token is a row.
+///
+/// A prompt chunk, a generated token, a draft of speculative decoding and an encoder pass differ only in the
+/// fields of their span.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
-    /// Whose weights it passes through.
+    /// The model that processes the span.
     pub model: SpanModel,
-    /// Which stack of that model.
+    /// The stack of that model.
     pub stack: SpanStack,
-    /// The sequence's slot: owner of the page table and of the last token.
+    /// The slot of the sequence, which holds its page tables and its last token.
     pub slot: Slot,
-    /// Position of the span's first token within its sequence.
+    /// Position of the first token in its sequence.
     pub start: u32,
-    /// Where its tokens come from.
+    /// Source of the token ids.
     pub tokens: SpanTokens,
-    /// Where its K and V go.
+    /// Destination of the K and V of self-attention.
     pub table: SpanTable,
-    /// Tokens that its sequence has room for, prompt and answer: what length-dependent rotary scalings go by.
+    /// Maximum number of tokens of the sequence, prompt and generated tokens. Length-dependent RoPE scaling
+    /// uses it.
     pub reserved: u32,
-    /// Tokens of its sequence's source, which cross-attention sees; 0 without one.
+    /// Tokens of the encoder input of the sequence, which cross-attention attends to; 0 without one.
     pub source: u32,
-    /// Which rows' results are wanted.
+    /// The rows that return a result.
     pub want: Want,
 }
 
-/// The model a span passes through.
+/// The model that processes a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SpanModel {
     /// The model that is served.
     Target,
-    /// The small model that proposes tokens in speculative decoding.
+    /// The draft model, which proposes tokens in speculative decoding.
     Draft,
 }
 
-/// The stack a span passes through.
+/// The stack of layers that processes a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum SpanStack {
-    /// A whole source at once, from position 0 on: each row sees all of it. With a decoder behind it, its K and V for
-    /// every decoder layer go through the slot's cross table.
+    /// The encoder. The span is a complete encoder input, from position 0 on, and each row attends to all of
+    /// it. If the model has a decoder, the K and V of every cross-attention layer are stored through the
+    /// cross table of the slot.
     Encoder,
+    /// The decoder.
     Decoder,
 }
 
-/// Where a span's tokens come from.
+/// The source of the token ids of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SpanTokens {
-    /// `len` ids of `StepBatch::tokens` from `at` on.
+    /// Prompt tokens: `len` ids of [`StepBatch::tokens`], from index `at` on.
     Given { at: u32, len: u32 },
-    /// One token: the one last sampled in the span's slot.
+    /// One generated token: the last one that this device sampled for the slot.
     Last,
-    /// The same, told: the id of `StepBatch::tokens` at `at`, for a device that did not sample it.
+    /// One generated token, given as the id at index `at` of [`StepBatch::tokens`], for a device that did not
+    /// sample it.
     Drawn { at: u32 },
 }
 
 impl SpanTokens {
-    /// Whether it is a token that the model has drawn, not one of a prompt.
+    /// Returns whether the token is a generated one rather than part of a prompt.
     pub fn is_drawn(self) -> bool {
         match self {
             SpanTokens::Given { .. } => false,
@@ -113,59 +128,66 @@ impl SpanTokens {
     }
 }
 
-/// Where the K and V of a span's self-attention go.
+/// The destination of the K and V of the self-attention of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SpanTable {
-    /// Through the sequence's own table: causal attention over its past.
+    /// The pages of the sequence, through its own page table: causal attention over the cached positions.
     Own,
-    /// One layer-sized buffer outside the pool (encoder self-attention).
+    /// The scratch cache outside of the page pool, reused by every layer (encoder self-attention).
     Scratch,
-    /// The sink page: the row is computed and its result discarded (a hole of the window with the shuffle off).
+    /// The null page: the row is computed and its result is discarded. Fills an empty slot in the window when
+    /// the slot shuffle is off.
     Sink,
 }
 
-/// Which rows of a span yield a result.
+/// The rows of a span that return a result. A row whose logits are computed is called an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Want {
-    /// None: a prompt chunk that is not the last.
+    /// No row: a prompt chunk that is not the last.
     None,
-    /// The last row.
+    /// Logits of the last row.
     Last,
-    /// Every row.
+    /// Logits of every row.
     All,
-    /// `len` rows: those that `StepBatch::picks` names from `at` on.
+    /// Logits of `len` rows, whose indices are in [`StepBatch::selected_rows`] from index `at` on.
     Picked { at: u32, len: u32 },
-    /// Every row's hidden state after the final norm, no logits.
+    /// The hidden state of every row after the final norm, but no logits.
     Hidden,
 }
 
-/// Moves a slot's state: last token and page table. K and V stay where they are.
+/// Moves the state of a slot, its last token and page tables, to another slot. K and V stay where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlotMove {
+    /// Slot to move from.
     pub from: Slot,
+    /// Slot to move to.
     pub to: Slot,
 }
 
-/// Writes one entry of one of a slot's page tables.
+/// Writes one entry of a page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TableUpdate {
+    /// Slot that the table belongs to.
     pub slot: Slot,
-    /// Its own or the cross table.
+    /// The own or the cross table of the slot.
     pub table: KvTable,
-    /// Index within the table: position / page positions.
+    /// Index in the table: position / page size.
     pub index: u32,
+    /// New page of the entry.
     pub page: Page,
 }
 
-/// Copies a page's K and V in every layer.
+/// Copies the K and V of a page, in every layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageCopy {
+    /// Page to copy from.
     pub from: Page,
+    /// Page to copy to.
     pub to: Page,
 }
 
 impl StepBatch {
-    /// An empty batch whose lists never grow beyond what `limits` allow.
+    /// Creates an empty batch whose lists never grow for steps within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
         StepBatch {
             step: 0,
@@ -182,7 +204,7 @@ impl StepBatch {
         }
     }
 
-    /// Empties every list and keeps their room.
+    /// Clears every list and keeps its capacity.
     pub fn clear(&mut self) {
         self.moves.clear();
         self.tables.clear();
@@ -195,23 +217,23 @@ impl StepBatch {
         self.logits = false;
     }
 
-    /// Rows of the pass.
+    /// Returns the number of rows of the step.
     pub fn rows(&self) -> usize {
         self.spans.iter().map(|span| span.len()).sum()
     }
 
-    /// Rows of one stack's spans.
+    /// Returns the number of rows of one stack.
     pub fn rows_of(&self, stack: SpanStack) -> usize {
         self.spans.iter().filter(|span| span.stack == stack).map(Span::len).sum()
     }
 
-    /// Rows of one stack whose logits are wanted, in order: indices into `0..rows_of(stack)`.
+    /// Returns the output rows of one stack, in order, as indices into `0..rows_of(stack)`.
     pub fn wanted_rows(&self, stack: SpanStack) -> impl Iterator<Item = usize> + '_ {
         let mut first = 0;
         self.spans.iter().filter(move |span| span.stack == stack).flat_map(move |span| {
             let rows = first..first + span.len();
             first = rows.end;
-            let picks = match span.want {
+            let selected = match span.want {
                 Want::Picked { at, len } => &self.picks[at as usize..][..len as usize],
                 _ => &[],
             };
@@ -220,11 +242,11 @@ impl StepBatch {
                 Want::Last => rows.end - 1..rows.end,
                 Want::All => rows.clone(),
             };
-            run.chain(picks.iter().map(move |pick| rows.start + *pick as usize))
+            run.chain(selected.iter().map(move |row| rows.start + *row as usize))
         })
     }
 
-    /// Runs of one stack's rows whose hidden states are wanted, in order.
+    /// Returns the runs of rows of one stack whose hidden states are returned, in order.
     pub fn hidden_rows(&self, stack: SpanStack) -> impl Iterator<Item = Range<usize>> + '_ {
         let mut first = 0;
         self.spans.iter().filter(move |span| span.stack == stack).filter_map(move |span| {
@@ -236,8 +258,8 @@ impl StepBatch {
 }
 
 impl Span {
-    /// Tokens in the span.
-    #[allow(clippy::len_without_is_empty)] // a span always has a token
+    /// Returns the number of tokens of the span, which is its number of rows.
+    #[allow(clippy::len_without_is_empty)] // A span is never empty.
     pub fn len(&self) -> usize {
         match self.tokens {
             SpanTokens::Given { len, .. } => len as usize,

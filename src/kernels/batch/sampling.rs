@@ -1,50 +1,52 @@
-//! What is asked of a wanted row's logits, and what a step gives back.
+//! Sampling parameters of an output row, and the results of a step.
 //!
-//! Invariant: as long as nothing beyond the limits is asked for, an output never grows.
+//! Invariant: as long as requests stay within the limits, a [`StepOutput`] never grows.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// What to do with one wanted row's logits.
+/// Sampling parameters of one output row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampleRow {
+    /// Whether to sample or to score a token.
     pub mode: SampleMode,
-    /// Counter of the generator: the position the drawn token will have.
+    /// Counter of the random number generator: the position of the token to be sampled.
     pub position: u32,
-    /// Key of the generator.
+    /// Key of the random number generator.
     pub seed: u64,
-    /// Logits are divided by it; below [`SampleRow::GREEDY_BELOW`] the row is greedy.
+    /// Divisor of the logits. Below [`Self::GREEDY_BELOW`], sampling is greedy.
     pub temperature: f32,
-    /// Keep the k largest logits; 0 keeps all.
+    /// Top-k: keeps the k largest logits; 0 keeps all.
     pub top_k: u32,
-    /// Keep the smallest set of most likely tokens that holds this share; 1 keeps all.
+    /// Top-p: keeps the smallest set of most likely tokens with at least this total probability; 1 keeps all.
     pub top_p: f32,
-    /// Drop tokens less likely than this share of the likeliest; 0 keeps all.
+    /// Min-p: drops tokens whose probability is below this fraction of the largest; 0 keeps all.
     pub min_p: f32,
-    /// The row's entries of `StepBatch::biases`: `bias_len` from `bias_at` on. A bias of negative infinity
+    /// Start of the entries of this row in [`super::StepBatch::logit_biases`]. A bias of negative infinity
     /// forbids its token.
     pub bias_at: u32,
+    /// Number of these entries.
     pub bias_len: u32,
-    /// Whether the log-probability of the token is wanted (raw logits, before temperature).
+    /// Whether to report the log-probability of the token, computed from the raw logits.
     pub logprob: bool,
-    /// How many most likely tokens are reported beside it.
+    /// Number of most likely tokens to report with their log-probabilities.
     pub top_logprobs: u8,
 }
 
-/// How a wanted row's token comes about.
+/// The operation on an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SampleMode {
-    /// Draw it and remember it as the slot's last token.
+    /// Sample a token, and store it as the last token of the slot.
     Draw,
-    /// It is given; only its log-probability is wanted.
+    /// Score the given token: report its log-probability only.
     Score(u32),
 }
 
 impl SampleRow {
-    /// Temperatures below this are greedy: dividing by them would only overflow.
+    /// Temperatures below this value are greedy, because dividing by them would overflow.
     pub const GREEDY_BELOW: f32 = 1e-5;
 
-    /// Greedy choice, nothing reported.
+    /// Greedy sampling without log-probabilities.
     pub const GREEDY: SampleRow = SampleRow {
         mode: SampleMode::Draw,
         position: 0,
@@ -59,55 +61,59 @@ impl SampleRow {
         top_logprobs: 0,
     };
 
-    /// Whether the largest logit is taken as it is.
+    /// Returns whether the token with the largest logit is taken.
     pub fn is_greedy(&self) -> bool {
         self.temperature < SampleRow::GREEDY_BELOW || self.top_k == 1
     }
 
-    /// Its entries of the batch's `biases`.
+    /// Returns the entries of this row in the logit biases of its batch.
     pub fn biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
         &biases[self.bias_at as usize..][..self.bias_len as usize]
     }
 }
 
-/// The results of a step, one row for each entry of `StepBatch::samples`.
+/// The results of a step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepOutput {
     /// The step these results belong to.
     pub step: u64,
+    /// One result for each output row, in row order.
     pub rows: Vec<SampledRow>,
-    /// The most likely tokens of all rows, one row's after another's: (id, log-probability).
+    /// The most likely tokens (id, log-probability) of all output rows, one row after another.
     pub top: Vec<(u32, f32)>,
-    /// Hidden states of the rows that want them, one row's after another's.
+    /// Hidden states (rows, hidden) of the spans that return them, one span after another.
     pub hidden: Vec<f32>,
-    /// Raw logits of the wanted rows where the batch wants them, F32, little-endian, (rows, vocab). No room is kept for them.
+    /// Raw logits (output rows, vocab) if [`super::StepBatch::return_logits`] is set, F32, little-endian. No
+    /// capacity is reserved for them.
     pub logits: Vec<u8>,
+    /// Time that the step took.
     pub times: StepTimes,
 }
 
-/// What a step took on its device. The parts do not overlap.
+/// The time that a step took on its device. The parts do not overlap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTimes {
-    /// From the batch to the last logits.
+    /// Forward pass: from the batch to the last logits.
     pub forward: Duration,
-    /// From logits to tokens and what is reported of them.
+    /// Sampling: from logits to tokens and log-probabilities.
     pub sample: Duration,
 }
 
-/// One wanted row's result.
+/// The result of one output row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledRow {
-    /// The token drawn, or the one that was scored.
+    /// The sampled token, or the one that was scored.
     pub token: u32,
-    /// Its log-probability; NaN when it was not asked for.
+    /// Log-probability of the token; NaN if it was not requested.
     pub logprob: f32,
-    /// The row's entries of `StepOutput::top`: `top_len` from `top_at` on, most likely first.
+    /// Start of the entries of this row in [`StepOutput::top_logprobs`], most likely first.
     pub top_at: u32,
+    /// Number of these entries.
     pub top_len: u32,
 }
 
 impl StepOutput {
-    /// Room for the results of any batch within `limits`.
+    /// Allocates an output with capacity for the results of any batch within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepOutput {
         StepOutput {
             step: 0,
@@ -119,7 +125,7 @@ impl StepOutput {
         }
     }
 
-    /// Empties every list and keeps its room.
+    /// Clears every list and keeps its capacity.
     pub fn clear(&mut self) {
         self.rows.clear();
         self.top.clear();
@@ -128,7 +134,7 @@ impl StepOutput {
         self.times = StepTimes::default();
     }
 
-    /// The most likely tokens of one row.
+    /// Returns the most likely tokens of one output row.
     pub fn top_of(&self, row: &SampledRow) -> &[(u32, f32)] {
         &self.top[row.top_at as usize..][..row.top_len as usize]
     }

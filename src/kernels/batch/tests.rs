@@ -18,7 +18,7 @@ fn span(stack: SpanStack, len: u32, want: Want) -> Span {
 }
 
 #[test]
-fn rows_are_wanted_stack_by_stack() {
+fn output_rows_are_listed_stack_by_stack() {
     let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
     let batch = StepBatch {
         spans: vec![
@@ -41,16 +41,16 @@ fn rows_are_wanted_stack_by_stack() {
     assert_eq!(batch.hidden_rows(decoder).collect::<Vec<_>>(), [12..14, 14..15]);
 }
 
-/// What arrives is what was sent, down to the numbers that are none. Debug tells all of it, where `==` would not see a
-/// sign of zero and never finds NaN equal.
-fn arrives<T: Serialize + DeserializeOwned + Debug>(sent: &T) {
-    let message = postcard::to_allocvec(sent).expect("it has a form");
-    let arrived: T = postcard::from_bytes(&message).expect("it comes back");
-    assert_eq!(format!("{arrived:?}"), format!("{sent:?}"));
+/// Asserts that a value survives serialization unchanged, NaN included. Compares the Debug output, because
+/// `==` ignores the sign of zero and never finds NaN equal.
+fn assert_round_trip<T: Serialize + DeserializeOwned + Debug>(sent: &T) {
+    let message = postcard::to_allocvec(sent).expect("it can be serialized");
+    let received: T = postcard::from_bytes(&message).expect("it can be deserialized");
+    assert_eq!(format!("{received:?}"), format!("{sent:?}"));
 }
 
 #[test]
-fn what_devices_send_each_other_arrives_as_it_was() {
+fn step_messages_survive_serialization() {
     let row =
         SampleRow { seed: u64::MAX, temperature: f32::MIN_POSITIVE, logprob: true, ..SampleRow::GREEDY };
     let hole = Span {
@@ -60,7 +60,7 @@ fn what_devices_send_each_other_arrives_as_it_was() {
         table: SpanTable::Sink,
         ..span(SpanStack::Decoder, 1, Want::None)
     };
-    arrives(&StepBatch {
+    assert_round_trip(&StepBatch {
         step: u64::MAX,
         lane: 3,
         moves: vec![SlotMove { from: 5, to: 2 }],
@@ -81,9 +81,9 @@ fn what_devices_send_each_other_arrives_as_it_was() {
         biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
         logits: true,
     });
-    arrives(&Carried { encoder: vec![], decoder: (0..=255).collect() });
+    assert_round_trip(&Carried { encoder: vec![], decoder: (0..=255).collect() });
     let sampled = SampledRow { token: 4, logprob: f32::NAN, top_at: 1, top_len: 2 };
-    arrives(&StepOutput {
+    assert_round_trip(&StepOutput {
         step: 12,
         rows: vec![sampled, SampledRow { logprob: -0.0, ..sampled }],
         top: vec![(4, f32::NEG_INFINITY)],

@@ -1,9 +1,10 @@
-//! Products with weights of every format: how fast a step reads them, and how fast it multiplies.
+//! GEMM benchmark with weights of every format: how fast a step reads them, and how fast it multiplies.
 //!
-//! `cargo bench -p mainstem-kernels --bench products [-- NAME...]` measures the formats named, or the fast ones. The weights are
-//! larger than any cache, so one row is a matter of memory; of many rows it is one of arithmetic. Medians; `THREADS=n` sets
-//! the threads, `ROWS=1,32` the rows. `OUT=1024 MIB=1` is one matrix of so many outs, which stays in a cache: what is left then is
-//! arithmetic, and what a product costs beside.
+//! `cargo bench -p mainstem-kernels --bench products [-- NAME...]` measures the named formats, or the fast
+//! ones. The weights exceed every cache, so one row measures memory bandwidth and many rows measure
+//! arithmetic. Prints medians. `THREADS=n` sets the number of threads, `ROWS=1,32` the numbers of rows.
+//! `OUT=1024 MIB=1` uses one matrix with that many outputs, which stays in a cache: it measures arithmetic
+//! and the overhead of a GEMM.
 //! Invariant: every format multiplies the same shapes.
 
 use mainstem_kernels::conformance::noise;
@@ -11,9 +12,9 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{Backend, HostBuf, Inputs, QuantType, Share, StepLimits, Weight};
 use std::time::Instant;
 
-/// (out, in), of a Llama of 1.1B.
+/// (n, k) of the up projection of a Llama with 1.1B parameters.
 const SHAPE: (usize, usize) = (5632, 2048);
-/// MiB of all matrices of a format together.
+/// Total MiB of the matrices of a format.
 const MIB: usize = 400;
 const ROWS: &str = "1,2,4,8,16,32,512";
 const ROWS_MAX: usize = 512;
@@ -26,15 +27,15 @@ fn main() {
             .split(' ')
             .filter_map(QuantType::by_name)
             .collect(),
-        false => named.iter().map(|name| QuantType::by_name(name).expect("a format's name")).collect(),
+        false => named.iter().map(|name| QuantType::by_name(name).expect("a valid format name")).collect(),
     };
     let threads = number("THREADS").unwrap_or(2);
     let rows = std::env::var("ROWS").unwrap_or_else(|_| ROWS.into());
     let rows: Vec<usize> = rows.split(',').map(|rows| rows.parse().expect("a number of rows")).collect();
     assert!(rows.iter().all(|rows| *rows <= ROWS_MAX), "at most {ROWS_MAX} rows");
     let mut cpu =
-        CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU");
-    cpu.prepare(&limits()).expect("room for a step");
+        CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU backend");
+    cpu.prepare(&limits()).expect("memory for a step");
     println!("{}; {} x {} matrices", cpu.describe(), number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
     let each = |column: &dyn Fn(&usize) -> String| rows.iter().map(column).collect::<String>();
     println!("{:<10} {:>9} {}", "", "1 row", each(&|rows| format!("{rows:>8}")));
@@ -44,7 +45,7 @@ fn main() {
     }
 }
 
-/// What the environment says of `name`.
+/// Returns the value of an environment variable.
 fn number(name: &str) -> Option<usize> {
     std::env::var(name).ok().map(|n| n.parse().expect("a number"))
 }
@@ -65,20 +66,21 @@ fn limits() -> StepLimits {
     }
 }
 
+/// Measures one format and prints a line.
 fn measure(cpu: &mut CpuBackend, ty: QuantType, rows: &[usize]) {
-    let (out, inp) = (number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
-    let mut codes = vec![0; ty.bytes(out * inp).expect("whole blocks")];
-    ty.quantize(&noise(1, out * inp), &mut codes);
-    let count = ((number("MIB").unwrap_or(MIB) << 20) / codes.len()).max(1);
+    let (n, k) = (number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
+    let mut quantized = vec![0; ty.bytes(n * k).expect("whole blocks")];
+    ty.quantize(&noise(1, n * k), &mut quantized);
+    let count = ((number("MIB").unwrap_or(MIB) << 20) / quantized.len()).max(1);
     let weights: Vec<Weight<HostBuf>> =
-        (0..count).map(|_| cpu.upload_weight(ty, out, inp, &codes).expect("room for weights")).collect();
-    let mut x = cpu.alloc(ROWS_MAX * inp * 4).expect("room");
-    x.f32_mut().copy_from_slice(&noise(2, ROWS_MAX * inp));
-    let mut y = cpu.alloc(ROWS_MAX * out * 4).expect("room");
+        (0..count).map(|_| cpu.upload_weight(ty, n, k, &quantized).expect("memory for weights")).collect();
+    let mut x = cpu.alloc(ROWS_MAX * k * 4).expect("memory for activations");
+    x.f32_mut().copy_from_slice(&noise(2, ROWS_MAX * k));
+    let mut y = cpu.alloc(ROWS_MAX * n * 4).expect("memory for activations");
     let mut line = String::new();
     let mut speed = 0.0;
     for &rows in rows {
-        // As many matrices as take some tenths of a second, unless the environment says otherwise.
+        // As many matrices as take some tenths of a second, unless the environment overrides it.
         let some = if rows <= 32 { &weights[..] } else { &weights[..count.min(4)] };
         let mut times: Vec<f64> = (0..TIMES)
             .map(|_| {
@@ -90,9 +92,9 @@ fn measure(cpu: &mut CpuBackend, ty: QuantType, rows: &[usize]) {
         times.sort_by(f64::total_cmp);
         let median = times[TIMES / 2];
         if rows == 1 {
-            speed = codes.len() as f64 / median / 1e9;
+            speed = quantized.len() as f64 / median / 1e9;
         }
-        line += &format!("{:>8.0}", 2.0 * (rows * out * inp) as f64 / median / 1e9);
+        line += &format!("{:>8.0}", 2.0 * (rows * n * k) as f64 / median / 1e9);
     }
     println!("{:<10} {speed:>9.1} {line}", ty.name());
 }

@@ -1,37 +1,41 @@
-//! What the members of a stage exchange: sums, and columns side by side.
+//! Collective operations among the tensor-parallel ranks of a stage: all-reduce and all-gather.
 //!
-//! Each member holds the same rows of the residual stream and a part of the weights. A message is a run of numbers in the
-//! host's memory, and no other memory is shared: threads of one process can be behind this door, and processes of several
-//! (MPI). A device with memory of its own adds up where its numbers are, by what its kind has for that (NCCL): its door is
-//! [`crate::Backend::reduce`], and of this one it needs who the members are and one exchange, over which they agree on
-//! theirs. What is open: whoever waits there is not woken when the stage is given up, for only this door tells of that, and
-//! only who is in it; such a device has to be told by its own means.
-//! Invariant: members call the same operations in the same order with the same sizes, and get the same bits, which do not
-//! depend on who came first.
+//! Each rank holds the same rows of the residual stream and a part of the weights. The operations exchange
+//! slices of f32 in host memory and share no other memory, so that an implementation can connect threads of
+//! one process or several processes (MPI). A device with its own memory reduces there, with the means of its
+//! kind (NCCL), in [`crate::Backend::all_reduce`]; it uses [`Collective`] only to learn the ranks and for one
+//! exchange that sets up its own communicator.
+//!
+//! Open problem: when the stage is aborted, only ranks that wait in a [`Collective`] are woken. A device that
+//! waits in its own communicator has to be woken by other means.
+//!
+//! Invariant: all ranks call the same operations in the same order with the same sizes. All get the same
+//! bits, independent of the order of arrival.
 
 pub mod local;
 
-/// The stage was given up while this member was in it: somebody failed, or did not come in time.
+/// The error of an operation on an aborted stage: another rank failed, or did not arrive in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the stage was given up")]
+#[error("the stage was aborted")]
 pub struct Aborted;
 
-/// One member's place among those of its stage.
+/// The connection of one rank to the other ranks of its stage.
 pub trait Collective: Send {
-    /// This member's place, below [`Collective::members`].
+    /// Returns the rank, less than [`Collective::rank_count`].
     fn rank(&self) -> usize;
 
-    /// Devices of the stage, this one counted.
+    /// Returns the number of ranks of the stage.
     fn members(&self) -> usize;
 
-    /// x = the sum of all members' x, added in the order of their ranks.
+    /// All-reduce: replaces x by the sum of x over all ranks, added in rank order.
     fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted>;
 
-    /// all (rows, sum of `widths`) = everybody's own (rows, widths\[rank\]), side by side by rank, bit for bit.
+    /// All-gather of columns: all (rows, sum of `widths`) = the `own` (rows, widths\[rank\]) of every rank,
+    /// side by side in rank order, bit for bit.
     fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted>;
 }
 
-/// The only member of its stage.
+/// The collective of a stage with a single rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Alone;
 
@@ -49,8 +53,8 @@ impl Collective for Alone {
     }
 
     fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
-        let numbers = rows * widths[0];
-        all[..numbers].copy_from_slice(&own[..numbers]);
+        let len = rows * widths[0];
+        all[..len].copy_from_slice(&own[..len]);
         Ok(())
     }
 }

@@ -1,8 +1,10 @@
-//! What is computed once in a process: the oracle's answers, and whatever else is the same for every backend.
+//! Values that are computed once per process: results of the reference backend, and test inputs that all
+//! backends share.
 //!
-//! Backends of many instruction sets and numbers of threads are compared with the oracle in one process, and it is the
-//! slowest of them.
-//! Invariant: a question names all that its answer follows from, and nothing a backend did enters an answer.
+//! One process compares backends of many instruction sets and numbers of threads with the reference backend,
+//! which is the slowest of them.
+//! Invariant: a key names everything that its value depends on, and no value depends on the backend under
+//! test.
 
 use super::rig::Answers;
 use crate::quant::QuantType;
@@ -10,20 +12,20 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Answers by question. Who asks what is being computed waits for it.
+/// Memoized values by key. A caller that asks for a value in progress waits for it.
 pub(super) struct Once<K, T> {
     answers: OnceLock<Mutex<HashMap<K, Answer<T>>>>,
 }
 
 type Answer<T> = Arc<OnceLock<Arc<T>>>;
 
-/// Of the oracle: numbers by what was computed of what.
+/// Numbers computed by the reference backend, by operation and inputs.
 pub(super) static NUMBERS: Once<String, Vec<f32>> = Once::new();
-/// Of the oracle: results of rows.
+/// Results of the reference backend by row.
 pub(super) static ROWS: Once<String, Answers> = Once::new();
-/// Codes of values, by their bits.
+/// Quantized values, by format and the bits of the values.
 pub(super) static CODES: Once<(QuantType, Vec<u32>), Vec<u8>> = Once::new();
-/// Angles' cosines and sines: (positions, dims / 2, 2), by positions, dims and the base's bits.
+/// Cosines and sines of RoPE (positions, dims / 2, 2), by positions, dims and the bits of the base.
 pub(super) static ANGLES: Once<(usize, usize, u64), Vec<f32>> = Once::new();
 
 impl<K: Eq + Hash, T> Once<K, T> {
@@ -31,10 +33,10 @@ impl<K: Eq + Hash, T> Once<K, T> {
         Once { answers: OnceLock::new() }
     }
 
-    pub(super) fn get(&self, question: K, answer: impl FnOnce() -> T) -> Arc<T> {
-        let answers = self.answers.get_or_init(Mutex::default);
-        let place =
-            answers.lock().unwrap_or_else(PoisonError::into_inner).entry(question).or_default().clone();
-        place.get_or_init(|| Arc::new(answer())).clone()
+    /// Returns the value for a key, and computes it if it is new.
+    pub(super) fn get(&self, key: K, compute: impl FnOnce() -> T) -> Arc<T> {
+        let values = self.answers.get_or_init(Mutex::default);
+        let value = values.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone();
+        value.get_or_init(|| Arc::new(compute())).clone()
     }
 }

@@ -1,4 +1,4 @@
-//! The cache and attention over it, against the oracle.
+//! Tests of the KV cache and of attention, against the reference backend.
 
 use super::Bounds;
 use super::heads::*;
@@ -11,28 +11,29 @@ use crate::batch::{PageCopy, StepBatch, TableUpdate, Want};
 use crate::quant::QuantType;
 use crate::reference::Reference;
 
-/// Attention of every head shape and cache type, over mixed spans and scattered pages.
+/// Tests attention for every head shape and cache format, with mixed spans and scattered pages.
 pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    let turns = [
+    let steps = [
         vec![Piece::given(0, 0, 37), Piece::given(1, 0, 1), Piece::given(2, 0, 5)],
         vec![Piece::last(1, 1), Piece::given(0, 37, 30), Piece::sink(5), Piece::given(3, 0, 33)],
         vec![Piece::given(2, 5, 1), Piece::last(0, 67), Piece::given(3, 33, 2), Piece::last(1, 2)],
     ];
     for (shift, page_positions) in PAGE_POSITIONS.into_iter().enumerate() {
         let (device, oracle) = &mut rigs(make, page_positions);
-        // Each page size takes a third of the cases, of every type.
+        // Each page size covers a third of the cases, of every format.
         let third = head_cases().enumerate().filter(|(i, _)| (i + i / 3 + shift).is_multiple_of(3));
         for (_, case) in third {
-            let got = case.on(device, &turns, Book::scattered(page_positions));
-            let want = case.of_oracle(oracle, &turns, Book::scattered(page_positions));
+            let got = case.on(device, &steps, Book::scattered(page_positions));
+            let want = case.of_oracle(oracle, &steps, Book::scattered(page_positions));
             case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);
         }
     }
 }
 
-/// Attention of every mask, cap and bias, through every table, beside spans of other sequences and of both stacks.
+/// Tests attention with every mask, softcap and bias, through every page table, with spans of other sequences
+/// and of both stacks in the same step.
 pub fn attention_looks<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    let turns = [
+    let steps = [
         vec![Piece::source(0), Piece::source(3), Piece::given(0, 0, 37), Piece::given(2, 0, 5)],
         vec![Piece::source(1), Piece::given(0, 37, 60), Piece::sink(5), Piece::given(1, 0, 33)],
         vec![Piece::given(2, 5, 1), Piece::last(0, 97), Piece::given(1, 33, 44), Piece::given(3, 0, 2)],
@@ -44,8 +45,8 @@ pub fn attention_looks<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             let (kv_heads, heads, k_dim, v_dim) = shapes[(i + page) % 3];
             for ty in QuantType::cached() {
                 let case = Heads { ty, kv_heads, heads, k_dim, v_dim, scale: 0.7, look };
-                let got = case.on(device, &turns, Book::scattered(page_positions));
-                let want = case.of_oracle(oracle, &turns, Book::scattered(page_positions));
+                let got = case.on(device, &steps, Book::scattered(page_positions));
+                let want = case.of_oracle(oracle, &steps, Book::scattered(page_positions));
                 assert_eq!(got.len(), want.len(), "{case:?}: rows");
                 case.close(format_args!("{case:?}, pages of {page_positions}"), &got, &want, bounds);
             }
@@ -53,7 +54,8 @@ pub fn attention_looks<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// An encoder's rows see the same whoever is encoded beside them, and wherever in the scratch cache they lie.
+/// Tests that encoder rows do not depend on the other encoder inputs of the step, nor on their position in
+/// the scratch cache.
 pub fn scratch_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for look in looks().into_iter().filter(|look| look.table == KvTable::Scratch) {
         for ty in QuantType::cached() {
@@ -66,13 +68,14 @@ pub fn scratch_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             }
             let all = [Piece::source(3), Piece::source(1), Piece::source(0), Piece::given(2, 0, 20)];
             let got = on(&all);
-            assert_eq!(got.len(), alone.len(), "rows of all sources");
-            same_answers(format_args!("{case:?}, sources in company"), &got, &alone, bounds);
+            assert_eq!(got.len(), alone.len(), "rows of all encoder inputs");
+            same_answers(format_args!("{case:?}, several encoder inputs"), &got, &alone, bounds);
         }
     }
 }
 
-/// Attention over hundreds of positions: near the oracle, and the same however the prompt is cut and paged.
+/// Tests attention over hundreds of positions: close to the reference, and independent of prompt chunks and
+/// page size.
 pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let causal = |window| Look { mask: Mask::Causal { window }, ..Look::PLAIN };
     let windowed = Look { softcap: Some(4.0), reach: Some(80), ..causal(Some(77)) };
@@ -84,6 +87,7 @@ pub fn attention_long<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
+/// Tests one case with different prompt chunks and page sizes.
 fn long<B: Backend>(case: &Heads, make: &impl Fn() -> B, bounds: &Bounds) {
     let mut oracle = Rig::new(Reference::new(), limits(64));
     let want = case.of_oracle(&mut oracle, &chunks(450, 150), Book::scattered(64));
@@ -97,18 +101,18 @@ fn long<B: Backend>(case: &Heads, make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// A copied page reads like the one it was copied from, which stays as it was.
+/// Tests that a copied page equals the original, which is unchanged.
 pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for ty in QuantType::cached() {
         let look = Look::PLAIN;
         let case = Heads { ty, kv_heads: 2, heads: 2, k_dim: 64, v_dim: 64, scale: 0.5, look };
-        let turns = [vec![Piece::given(0, 0, 64)], vec![Piece::last(0, 64)]];
+        let steps = [vec![Piece::given(0, 0, 64)], vec![Piece::last(0, 64)]];
         let (device, oracle) = &mut rigs(make, 32);
-        let want = case.of_oracle(oracle, &turns, Book::contiguous(32));
+        let want = case.of_oracle(oracle, &steps, Book::contiguous(32));
 
         let mut cache = case.cache(device);
         let mut book = Book::contiguous(32);
-        case.turn(device, &mut cache, &turns[0], &mut book, &mut Answers::new());
+        case.turn(device, &mut cache, &steps[0], &mut book, &mut Answers::new());
         let copied = [40, 7];
         let copies = [0, 1].map(|i| PageCopy { from: book.held[0][i], to: copied[i] });
         let entry = |index| TableUpdate { slot: 1, table: KvTable::Own, index, page: copied[index as usize] };
@@ -117,21 +121,22 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         device.begin(StepBatch { tables, copies: copies.to_vec(), ..batch });
         device.backend.copy_pages(&copies, &mut cache);
         book.held[1] = copied.to_vec();
-        // The next token of the same sequence, over the copy and over the original.
+        // The next token of the same sequence, with the copy and with the original.
         for slot in [1, 0] {
             let mut got = Answers::new();
-            case.turn(device, &mut cache, &[Piece { slot, ..turns[1][0] }], &mut book, &mut got);
+            case.turn(device, &mut cache, &[Piece { slot, ..steps[1][0] }], &mut book, &mut got);
             let what = format_args!("{case:?}, after pages were copied, in slot {slot}");
             case.close(what, &got, &want, bounds);
         }
     }
 }
 
+/// Returns cases of every head shape and cache format.
 fn head_cases() -> impl Iterator<Item = Heads> {
-    let square = HEAD_DIMS.map(|dim| (dim, dim)).into_iter().chain([(12, 8), (64, 80), (33, 20)]);
-    let shapes = square.flat_map(|dims| KV_HEADS.map(|kv_heads| GROUPS.map(|group| (dims, kv_heads, group))));
+    let dims = HEAD_DIMS.map(|dim| (dim, dim)).into_iter().chain([(12, 8), (64, 80), (33, 20)]);
+    let shapes = dims.flat_map(|dims| KV_HEADS.map(|kv_heads| GROUPS.map(|group| (dims, kv_heads, group))));
     let cases = shapes.flatten().flat_map(|shape| QuantType::cached().map(move |ty| (shape, ty)));
-    // How many heads there are is nothing to what lies in a group.
+    // Groups of quantized formats do not depend on the number of heads.
     let cases = cases.filter(|((_, kv_heads, _), ty)| !ty.is_blocked() || *kv_heads == 2);
     cases.map(|(((k_dim, v_dim), kv_heads, group), ty)| {
         let scale = if kv_heads == 3 { 1.0 } else { (k_dim as f32).sqrt().recip() };
@@ -139,26 +144,26 @@ fn head_cases() -> impl Iterator<Item = Heads> {
     })
 }
 
-/// A cache of any other format is refused, by its name.
+/// Tests that other formats are rejected for the cache, with the name of the format in the error.
 pub fn cache_types<B: Backend>(make: &impl Fn() -> B) {
     let layout =
         KvLayout { ty: QuantType::F32, pages: 2, page_positions: 32, kv_heads: 1, k_dim: 64, v_dim: 64 };
     let is_cached = |ty: QuantType| QuantType::cached().any(|cached| cached == ty);
     for ty in QuantType::all() {
         match make().alloc_kv(KvLayout { ty, ..layout }) {
-            Ok(_) => assert!(is_cached(ty), "a cache of {ty} was made"),
+            Ok(_) => assert!(is_cached(ty), "a cache of {ty} was allocated"),
             Err(error) => assert!(!is_cached(ty) && error.to_string().contains(ty.name()), "{ty}: {error}"),
         }
     }
 }
 
-/// Windows within a block, of one, and over several; weak and strong caps; tables that reach every distance, and just
-/// those that the window lets see.
+/// Returns windows within a block, of one block and across several; weak and strong softcaps; and bias tables
+/// that cover every distance, or just the window.
 fn looks() -> Vec<Look> {
     let own = |window| Look { mask: Mask::Causal { window }, ..Look::PLAIN };
     let scratch = |mask| Look { mask, table: KvTable::Scratch, ..Look::PLAIN };
     let cross = |window| Look { mask: Mask::Whole { window }, table: KvTable::Cross, ..Look::PLAIN };
-    let whole = |window| Mask::Whole { window };
+    let bidirectional = |window| Mask::Whole { window };
     let mut looks = Vec::from([1, 5, 31, 32, 33, 64].map(|window| own(Some(window))));
     looks.extend([
         Look { softcap: Some(0.8), ..own(None) },
@@ -167,11 +172,11 @@ fn looks() -> Vec<Look> {
         Look { reach: Some(40), ..own(Some(40)) },
         Look { softcap: Some(2.0), reach: Some(100), ..own(Some(50)) },
     ]);
-    looks.extend([scratch(whole(None)), scratch(Mask::Causal { window: None })]);
-    looks.extend([0, 3, 32, 45].map(|window| scratch(whole(Some(window)))));
+    looks.extend([scratch(bidirectional(None)), scratch(Mask::Causal { window: None })]);
+    looks.extend([0, 3, 32, 45].map(|window| scratch(bidirectional(Some(window)))));
     looks.extend([
-        Look { reach: Some(70), ..scratch(whole(None)) },
-        Look { softcap: Some(1.5), reach: Some(10), ..scratch(whole(Some(9))) },
+        Look { reach: Some(70), ..scratch(bidirectional(None)) },
+        Look { softcap: Some(1.5), reach: Some(10), ..scratch(bidirectional(Some(9))) },
         cross(None),
         cross(Some(0)),
         cross(Some(20)),

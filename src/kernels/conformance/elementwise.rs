@@ -1,4 +1,4 @@
-//! Embeddings, sums and non-linearities against the oracle.
+//! Tests of embeddings, sums and activation functions, against the reference backend.
 
 use super::Bounds;
 use super::answers::NUMBERS;
@@ -9,7 +9,8 @@ use crate::backend::{Activation, Backend};
 use crate::batch::Want;
 use crate::quant::QuantType;
 
-/// Rows of the table come out as their codes say, exactly, and as zeros where a device's part of it has none.
+/// Tests that embedding rows are dequantized exactly, and are zero for tokens outside the part of the table
+/// that a device has.
 pub fn embed<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in QuantType::all() {
@@ -19,8 +20,8 @@ pub fn embed<B: Backend>(make: &impl Fn() -> B) {
                 for (first, end) in [(0, device.limits.vocab), (0, 20), (20, 37), (37, device.limits.vocab)] {
                     let part = &values[first * width..end * width];
                     let got = embed_on(device, ty, (first, width), part, rows);
-                    let question = oracle.question(("embed", ty, first, end, width, rows));
-                    let want = NUMBERS.get(question, || embed_on(oracle, ty, (first, width), part, rows));
+                    let key = oracle.question(("embed", ty, first, end, width, rows));
+                    let want = NUMBERS.get(key, || embed_on(oracle, ty, (first, width), part, rows));
                     let what = format_args!("embed {ty}, {rows} rows of {width}, tokens {first}..{end}");
                     same(what, &got, &want, 0.0);
                 }
@@ -43,15 +44,15 @@ fn embed_on<B: Backend>(
     rig.read(&x, rows * width, format_args!("embed {ty}, {rows} rows of {width}"))
 }
 
-/// Rows of the table are added by position, each sum rounded once.
+/// Tests that position embeddings are added by position, each sum rounded once.
 pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in few_types() {
         for width in widths(ty).into_iter().chain([whole(ty, 700)]) {
             for offset in [0, 2] {
                 let got = embed_positions_on(device, ty, width, offset);
-                let question = oracle.question(("positions", ty, width, offset));
-                let want = NUMBERS.get(question, || embed_positions_on(oracle, ty, width, offset));
+                let key = oracle.question(("positions", ty, width, offset));
+                let want = NUMBERS.get(key, || embed_positions_on(oracle, ty, width, offset));
                 same(format_args!("{ty} positions from {offset} on, width {width}"), &got, &want, 0.0);
             }
         }
@@ -68,7 +69,8 @@ fn embed_positions_on<B: Backend>(rig: &mut Rig<B>, ty: QuantType, width: usize,
     rig.read(&x, 17 * width, format_args!("{ty} positions from {offset} on, width {width}"))
 }
 
-/// A plain sum is rounded once, one with a factor at most twice; and a stage of one member sums nothing.
+/// Tests sums and factors: a plain sum is rounded once, one with a factor at most twice. An all-reduce with
+/// one rank changes nothing.
 pub fn sums<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for (case, (rows, width)) in sizes().enumerate() {
@@ -92,7 +94,7 @@ pub fn sums<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Capped numbers from far below the cap to far above it, and rows weighed by their gates.
+/// Tests softcaps from far below the cap to far above it, and row gates.
 pub fn caps_and_gates<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for (case, (rows, width)) in sizes().enumerate() {
@@ -113,7 +115,7 @@ fn capped_on<B: Backend>(rig: &mut Rig<B>, rows: usize, cap: f32, x: &[f32]) -> 
     rig.begin_rows(rows);
     let mut buf = rig.put_mut(x);
     rig.backend.softcap(rows, x.len() / rows, cap, &mut buf);
-    rig.read(&buf, x.len(), format_args!("numbers capped at {cap}"))
+    rig.read(&buf, x.len(), format_args!("softcap {cap}"))
 }
 
 fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
@@ -123,6 +125,7 @@ fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
     rig.read(&buf, x.len(), format_args!("{} gated rows", gate.len()))
 }
 
+/// All activation functions.
 pub(super) const ACTIVATIONS: [Activation; 7] = [
     Activation::Relu,
     Activation::SquaredRelu,
@@ -133,7 +136,7 @@ pub(super) const ACTIVATIONS: [Activation; 7] = [
     Activation::Tanh,
 ];
 
-/// Every activation, with and without the product, far into its tails.
+/// Tests every activation function, with and without a factor, far into the tails.
 pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for act in ACTIVATIONS {
@@ -142,15 +145,15 @@ pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             let up = (case % 2 == 0).then(|| noise(7, rows * width));
             let got = activate_on(device, rows, act, &gate, up.as_deref());
             let want = activate_on(oracle, rows, act, &gate, up.as_deref());
-            let what = format_args!("{act:?} of {rows} rows of {width}, product {}", up.is_some());
+            let what = format_args!("{act:?} of {rows} rows of {width}, factor {}", up.is_some());
             close(what, &got, &want, bounds.elementwise, |i| magnitude(act, gate[i], want[i]));
         }
     }
 }
 
-/// What the bound on an activation's result is relative to: the result itself, but that where a power of e is taken
-/// of a computed number y, its rounding counts as often as y is large. A power that overflows makes a zero of a result
-/// under 1e-36.
+/// Returns the magnitude that the bound of an activation is relative to. It is the result itself; but if e is
+/// raised to a computed power y, the rounding error of y counts |y| times. A power that overflows gives zero
+/// instead of a result below 1e-36.
 fn magnitude(act: Activation, x: f32, result: f32) -> f32 {
     let power = match act {
         Activation::Relu | Activation::SquaredRelu | Activation::Silu | Activation::Tanh => 0.0,
@@ -158,11 +161,11 @@ fn magnitude(act: Activation, x: f32, result: f32) -> f32 {
         Activation::GeluTanh => 1.6 * x * (1.0 + 0.0448 * x * x),
         Activation::QuickGelu => 1.702 * x,
     };
-    let far = if result == 0.0 { 0.0 } else { power.abs() };
-    result.abs() * (1.0 + far) + 1e-30
+    let error = if result == 0.0 { 0.0 } else { power.abs() };
+    result.abs() * (1.0 + error) + 1e-30
 }
 
-/// Numbers up to `factor`, the first of them extreme ones.
+/// Returns numbers of magnitude up to `factor`, the first ones extreme.
 fn edged(tag: u32, n: usize, factor: f32, case: usize) -> Vec<f32> {
     let mut values = scaled(tag, n, factor);
     let edges = [-1000.0, 1000.0, 0.0, -88.0, 88.0, -0.0, -104.0, -5.5, 1e-20, -1e-4];

@@ -1,4 +1,4 @@
-//! Families of small models: what properties are shown with, so that every operation has its company.
+//! Families of small models, which the property tests use.
 //!
 //! Invariant: together they use every operation, mask and table.
 
@@ -7,46 +7,47 @@ use super::rope::Lengths;
 use crate::backend::{Activation, MoeShape, NormKind, RopeStyle, Scoring};
 use crate::quant::QuantType;
 
-/// How one layer with embedding and head is wired.
+/// The architecture of a small model.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Family {
     pub(super) name: &'static str,
     pub(super) norm: NormKind,
-    /// Each head of Q and K is normed, without a weight.
+    /// Whether each head of Q and K is normalized, without a weight.
     pub(super) head_norm: bool,
     pub(super) positions: Positions,
+    /// Sliding window.
     pub(super) window: Option<usize>,
-    /// Of scores, and of logits.
+    /// Softcap of scores and of logits.
     pub(super) softcap: Option<f32>,
     pub(super) mlp: Mlp,
-    /// Multiplies the embeddings, and each sub-layer's result.
+    /// Factor of the embeddings and of each sublayer result.
     pub(super) factor: f32,
-    /// There is an encoder, and the decoder looks at what it made.
+    /// Whether there is an encoder, to which the decoder has cross-attention.
     pub(super) has_encoder: bool,
 }
 
-/// Where a model takes positions from.
+/// The position encoding of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Positions {
-    /// Rotations of so many of the head's dimensions, 0 for all.
+    /// RoPE on this many dimensions of a head; 0 for all.
     Rotary(RopeStyle, usize, Lengths),
-    /// A vector for each.
+    /// Learned position embeddings.
     Learned,
-    /// Biases of the scores.
+    /// Relative position bias.
     Biased,
 }
 
-/// What follows attention.
+/// The MLP of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Mlp {
     Gated(Activation),
     Plain(Activation),
-    /// Experts beside a gated MLP whose rows have gates.
+    /// A mixture of experts plus a gated MLP whose rows have gates.
     Mixture(Scoring),
 }
 
 impl Family {
-    /// As Llama has it.
+    /// The architecture of Llama.
     pub(super) const PLAIN: Family = Family {
         name: "plain",
         norm: NormKind::Rms,
@@ -59,6 +60,7 @@ impl Family {
         has_encoder: false,
     };
 
+    /// All families.
     pub(super) const ALL: [Family; 6] = [
         Family::PLAIN,
         Family {
@@ -105,7 +107,7 @@ impl Family {
         },
     ];
 
-    /// Each family with one number format, the plain one with one of each way of storing.
+    /// Returns each family with one number format; the plain family with one format of each storage kind.
     pub(super) fn cases() -> impl Iterator<Item = (Family, QuantType)> {
         let plain = few_types().map(|ty| (Family::PLAIN, ty));
         let types: Vec<QuantType> = few_types().collect();
@@ -113,6 +115,7 @@ impl Family {
         plain.chain(others)
     }
 
+    /// Returns the mixture of experts of a family.
     pub(super) fn experts(scoring: Scoring, width: usize) -> MoeShape {
         let activation = Activation::Silu;
         MoeShape { experts: 6, first: 0, top_k: 2, scoring, renormalise: true, scale: 1.0, width, activation }

@@ -1,4 +1,4 @@
-//! One attention operation for the tests: its heads, and its look.
+//! A test case of attention: heads, mask, table, softcap and bias.
 
 use super::Bounds;
 use super::answers::ROWS;
@@ -12,6 +12,7 @@ use crate::reference::Reference;
 use std::fmt::Arguments;
 use std::sync::Arc;
 
+/// One attention operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     pub(super) ty: QuantType,
@@ -23,25 +24,25 @@ pub(super) struct Heads {
     pub(super) look: Look,
 }
 
-/// What rows see, and how.
+/// The mask, table, softcap and bias of a case.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Look {
     pub(super) mask: Mask,
     pub(super) table: KvTable,
     pub(super) softcap: Option<f32>,
-    /// Of the distance bias, if there is one.
+    /// Reach of the relative position bias, if there is one.
     pub(super) reach: Option<usize>,
 }
 
-/// Largest of the biases' magnitudes.
+/// Largest magnitude of a bias.
 const BIASED: f32 = 3.0;
 
 impl Look {
-    /// Every position of the past.
+    /// Causal attention without window, softcap or bias.
     pub(super) const PLAIN: Look =
         Look { mask: Mask::Causal { window: None }, table: KvTable::Own, softcap: None, reach: None };
 
-    /// Whose K and V are stored, and who looks at them.
+    /// Returns the stack whose K and V are stored, and the stack that attends to them.
     fn stacks(&self) -> (SpanStack, SpanStack) {
         match self.table {
             KvTable::Own => (SpanStack::Decoder, SpanStack::Decoder),
@@ -52,6 +53,7 @@ impl Look {
 }
 
 impl Heads {
+    /// Allocates a cache for the case.
     pub(super) fn cache<B: Backend>(&self, rig: &mut Rig<B>) -> KvLayer<B::Buf> {
         let Heads { ty, kv_heads, k_dim, v_dim, .. } = *self;
         let page_positions = rig.limits.page_positions;
@@ -62,28 +64,29 @@ impl Heads {
         rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim, v_dim })
     }
 
-    /// Every row's attention, over a fresh cache.
-    pub(super) fn on<B: Backend>(&self, rig: &mut Rig<B>, turns: &[Vec<Piece>], mut book: Book) -> Answers {
+    /// Runs attention for every row, with a new cache.
+    pub(super) fn on<B: Backend>(&self, rig: &mut Rig<B>, steps: &[Vec<Piece>], mut book: Book) -> Answers {
         let mut cache = self.cache(rig);
         let mut answers = Answers::new();
-        for pieces in turns {
+        for pieces in steps {
             self.turn(rig, &mut cache, pieces, &mut book, &mut answers);
         }
         answers
     }
 
-    /// The same of the oracle.
+    /// Returns the memoized results of the reference backend.
     pub(super) fn of_oracle(
         &self,
         oracle: &mut Rig<Reference>,
-        turns: &[Vec<Piece>],
+        steps: &[Vec<Piece>],
         book: Book,
     ) -> Arc<Answers> {
-        let question = oracle.question((self, turns, &book));
-        ROWS.get(question, || self.on(oracle, turns, book))
+        let key = oracle.question((self, steps, &book));
+        ROWS.get(key, || self.on(oracle, steps, book))
     }
 
-    /// One step. K, V and Q of a row follow from its sequence and position alone. Nobody looks in a step that only stores.
+    /// Runs one step. K, V and Q of a row depend on its sequence and position alone. A step that only stores
+    /// has no attention.
     pub(super) fn turn<B: Backend>(
         &self,
         rig: &mut Rig<B>,
@@ -94,16 +97,16 @@ impl Heads {
     ) {
         rig.begin(batch_of(pieces, Want::None, book));
         if self.look.table == KvTable::Cross {
-            // As in a decoder's layer, whose own K and V lie in the same pool.
+            // As in a decoder layer, whose own K and V are in the same pool.
             self.store(rig, KvTable::Own, SpanStack::Decoder, pieces, cache);
         }
-        let (stored, looking) = self.look.stacks();
+        let (stored, attending) = self.look.stacks();
         self.store(rig, self.look.table, stored, pieces, cache);
         if pieces.iter().all(|piece| matches!(piece.kind, Kind::Stored | Kind::Poison)) {
             return;
         }
-        let rows = rows_of(pieces, looking);
-        assert_eq!(rig.backend.select(looking), rows.len(), "rows of the {looking:?}");
+        let rows = rows_of(pieces, attending);
+        assert_eq!(rig.backend.select(attending), rows.len(), "rows of the {attending:?}");
         let q = rig.put(&input(100_002, &rows, self.heads * self.k_dim));
         let width = self.heads * self.v_dim;
         let out = self.attend(rig, &q, cache, rows.len() * width);
@@ -111,6 +114,7 @@ impl Heads {
         answers.extend(rows.into_iter().zip(out.chunks_exact(width).map(<[f32]>::to_vec)));
     }
 
+    /// Stores K and V of the rows of one stack.
     fn store<B: Backend>(
         &self,
         rig: &mut Rig<B>,
@@ -132,7 +136,7 @@ impl Heads {
         rig.backend.store_kv(table, &k, &v, cache);
     }
 
-    /// `n` numbers of attention over the cache.
+    /// Runs attention with an output of `n` numbers.
     pub(super) fn attend<B: Backend>(
         &self,
         rig: &mut Rig<B>,
@@ -153,7 +157,8 @@ impl Heads {
         out
     }
 
-    /// Inputs are at most 1: so is the sum of weighted values, and `scale * k_dim` bounds a score without its bias.
+    /// Asserts that results are close to the reference. Inputs are at most 1, so the weighted sum of values
+    /// is too, and `scale * k_dim` bounds a score without its bias.
     pub(super) fn close(&self, what: Arguments, got: &Answers, want: &Answers, bounds: &Bounds) {
         let bias = if self.look.reach.is_some() { BIASED } else { 0.0 };
         let magnitude = 1.0 + self.scale * self.k_dim as f32 + bias;
@@ -165,6 +170,7 @@ impl Heads {
     }
 }
 
+/// Returns a pseudo-random input row for each row.
 fn input(tag: u32, rows: &[(u32, usize)], width: usize) -> Vec<f32> {
     let row =
         |(sequence, position): &(u32, usize)| noise(tag + 10_000 * sequence + 10 * *position as u32, width);

@@ -1,4 +1,4 @@
-//! Sizes, pseudo-random inputs, and comparisons that name what differs.
+//! Sizes, pseudo-random inputs, and comparisons that report what differs.
 
 use super::Bounds;
 use super::answers::CODES;
@@ -14,12 +14,13 @@ pub(super) const HEAD_DIMS: [usize; 6] = [8, 10, 12, 64, 80, 128];
 pub(super) const KV_HEADS: [usize; 3] = [1, 2, 3];
 pub(super) const GROUPS: [usize; 3] = [1, 2, 8];
 pub(super) const PAGE_POSITIONS: [usize; 3] = [32, 64, 128];
-/// The sequence with a long source.
+/// The sequence with a long encoder input, and the length of that input.
 pub(super) const LONG_SOURCE: u32 = 4;
 pub(super) const LONG_SOURCE_LEN: usize = 1100;
-/// Pages of every test's pool, the sink included.
+/// Pages in the pool of every test, including the null page.
 pub(super) const POOL: usize = 64;
 
+/// Returns the limits of most tests.
 pub(super) fn limits(page_positions: usize) -> StepLimits {
     StepLimits {
         slots: 8,
@@ -36,53 +37,56 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
     }
 }
 
-/// Tokens that a sequence has room for.
+/// Returns the number of reserved tokens of a sequence.
 pub(super) fn reserved(sequence: u32) -> usize {
     [100, 300, 150, 500][sequence as usize % 4]
 }
 
-/// Tokens of a sequence's source.
+/// Returns the length of the encoder input of a sequence.
 pub(super) fn source_len(sequence: u32) -> usize {
     if sequence == LONG_SOURCE { LONG_SOURCE_LEN } else { [45, 70, 0, 33][sequence as usize % 4] }
 }
 
-/// The token of a sequence at a position; below every test's vocabulary.
+/// Returns the token of a sequence at a position. It is less than the vocabulary of every test.
 pub(super) fn text(sequence: u32, position: usize) -> u32 {
     philox([sequence, position as u32, 0, 0], [3, 0])[0] % 57
 }
 
-/// Logits that leave no choice.
+/// Returns logits that determine the sampled token.
 pub(super) fn one_hot(token: u32, vocab: usize) -> impl Iterator<Item = f32> {
     (0..vocab as u32).map(move |id| if id == token { 5.0 } else { 0.0 })
 }
 
-/// `n` pseudo-random numbers in [-1, 1] with full mantissas, the same for the same `tag`.
+/// Returns `n` pseudo-random numbers in [-1, 1] with full mantissas; equal tags give equal numbers.
 pub fn noise(tag: u32, n: usize) -> Vec<f32> {
     let words = (0..n.div_ceil(4) as u32).flat_map(|i| philox([i, tag, 0, 0], [1, 2]));
     words.take(n).map(|word| word as i32 as f32 / (1u32 << 31) as f32).collect()
 }
 
+/// Returns `n` pseudo-random numbers in [-factor, factor].
 pub(super) fn scaled(tag: u32, n: usize, factor: f32) -> Vec<f32> {
     noise(tag, n).into_iter().map(|v| v * factor).collect()
 }
 
-/// The width, or the next one that is whole blocks of the type.
+/// Rounds a width up to whole blocks of the format.
 pub(super) fn whole(ty: QuantType, width: usize) -> usize {
     width.next_multiple_of(ty.row().block_elements)
 }
 
-/// The widths that the type can have, each once.
+/// Returns the test widths, rounded to whole blocks, without repeats.
 pub(super) fn widths(ty: QuantType) -> Vec<usize> {
     let mut widths = WIDTHS.map(|width| whole(ty, width)).to_vec();
     widths.dedup();
     widths
 }
 
+/// Returns all pairs of test row counts and widths.
 pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {
     ROWS.into_iter().flat_map(|rows| WIDTHS.map(|width| (rows, width)))
 }
 
-/// The values' codes. Of a format that is only read, any codes, of numbers no larger than the values.
+/// Quantizes values, and memoizes the result. For a format that is only read, returns random blocks with
+/// numbers no larger than the values.
 pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     if !ty.is_blocked() {
         return make_codes(ty, values);
@@ -91,6 +95,7 @@ pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     CODES.get((ty, bits), || make_codes(ty, values)).to_vec()
 }
 
+/// Quantizes values.
 fn make_codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; ty.bytes(values.len()).expect("the suite's sizes are whole blocks")];
     match ty.row().quantize {
@@ -100,19 +105,20 @@ fn make_codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
     bytes
 }
 
-/// One type of each way of storing, but superblocks, which would make everything 256 wide: what is not about the bytes of
-/// blocks is tried with these.
+/// Returns one format of each storage kind, without K-quants, which would make everything 256 wide. Tests
+/// that do not concern the bytes of blocks use these.
 pub fn few_types() -> impl Iterator<Item = QuantType> {
     use QuantType::*;
     [F32, F16, BF16, Q8_0, Q4_0, Q3H_B64T1].into_iter()
 }
 
-/// Heights to try a type's matrices with: fewer where only the reading of blocks can differ from others.
+/// Returns the numbers of outputs to test a format with: fewer for formats that differ only in the
+/// dequantization of blocks.
 pub(super) fn heights(ty: QuantType) -> &'static [usize] {
     if few_types().any(|other| other == ty) { &WIDTHS } else { &[7, 172] }
 }
 
-/// Pseudo-random codes under a scale that keeps numbers below 1.
+/// Writes pseudo-random blocks whose scale keeps numbers below 1.
 fn any_codes(ty: QuantType, bytes: &mut [u8]) {
     const SMALL: [u8; 2] = [0, 0x10];
     let words = (0..bytes.len().div_ceil(4) as u32).flat_map(|i| philox([i, 7, 0, 0], [4, ty as u32]));
@@ -123,12 +129,12 @@ fn any_codes(ty: QuantType, bytes: &mut [u8]) {
             QuantType::TQ1_0 => block[52..].copy_from_slice(&SMALL),
             QuantType::TQ2_0 => block[64..].copy_from_slice(&SMALL),
             QuantType::MXFP4 => block[0] = 120,
-            _ => unreachable!("{ty} is written; this is a bug"),
+            _ => unreachable!("{ty} can be quantized; this is a bug"),
         }
     }
 }
 
-/// Each element within `bound` times its magnitude of the oracle's.
+/// Asserts that each element differs from the reference by at most `bound` times its magnitude.
 pub(super) fn close(
     what: Arguments,
     got: &[f32],
@@ -144,7 +150,7 @@ pub(super) fn close(
     }
 }
 
-/// The same bits, or, with a bound, each element within `bound` times the largest.
+/// Asserts equal bits, or, if `bound` is positive, a difference of at most `bound` times the largest element.
 pub(super) fn same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
     if bound > 0.0 {
         let largest = want.iter().fold(0f32, |largest, v| largest.max(v.abs()));
@@ -156,7 +162,7 @@ pub(super) fn same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
     }
 }
 
-/// All rows of `got` as in `want`.
+/// Asserts that all rows of `got` equal those of `want`, within the bound of batch invariance.
 pub(super) fn same_answers(what: Arguments, got: &Answers, want: &Answers, bounds: &Bounds) {
     for ((sequence, position), got) in got {
         let what = format_args!("{what}, sequence {sequence}, position {position}");

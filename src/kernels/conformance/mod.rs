@@ -1,9 +1,10 @@
-//! One suite for every backend: each operation against the oracle, and the properties no backend may lack.
+//! The conformance test suite for backends: each operation against the reference backend, and properties that
+//! every backend must have.
 //!
-//! Inputs are pseudo-random but fixed. Every buffer an operation may write ends in a guard that must stay as
-//! it is. A failure is a panic that names operation, sizes, element and both values. Whether a backend can
-//! be made on this machine is the caller's to find out, and to report.
-//! Invariant: the suite knows a backend by its trait only, never by the layout of its memory.
+//! Inputs are pseudo-random but fixed. Every buffer that an operation may write ends in a guard that must not
+//! change. A failure is a panic with the operation, sizes, element and both values. Whether a backend is
+//! available on this machine is checked and reported by the caller.
+//! Invariant: the suite uses a backend through its trait only, and does not know the layout of its memory.
 
 mod inputs;
 mod pieces;
@@ -59,30 +60,31 @@ use properties::mixed_load;
 use rig::Rig;
 use tiny::Tiny;
 
-/// How far a backend may be from the oracle, relative to the magnitude of the terms it sums.
+/// Tolerances of a backend relative to the reference, as fractions of the magnitude of the summed terms.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Of matrix products, by the weights' type.
+    /// GEMMs, by the format of the weights.
     pub matmul: fn(QuantType) -> f32,
-    /// Of attention, by the cache's type; errors of the scores are scaled by the scores' largest magnitude.
+    /// Attention, by the format of the cache. Errors of scores are scaled by the largest magnitude of a
+    /// score.
     pub attention: fn(QuantType) -> f32,
-    /// Of norms, rotations, activations and log-probabilities. An activation that is made of a power of e is bounded
-    /// relative to its result times what the power's exponent counts: its rounding is one of the result, as often as it
-    /// is large.
+    /// Norms, rotations, activations and log-probabilities. The bound of an activation that uses a power of e
+    /// is relative to its result times the magnitude of the exponent, because the rounding error of the
+    /// exponent has that effect.
     pub elementwise: f32,
-    /// Between a backend's own results for one row in different company. 0 asks for the same bits.
+    /// Differences between results of a backend for one row in different batches. 0 requires equal bits.
     pub company: f32,
 }
 
 impl Bounds {
-    /// F32 arithmetic throughout, weights and cache widened exactly, and a fixed order of summation.
+    /// Bounds for F32 arithmetic with exactly widened weights and cache, and a fixed order of summation.
     pub const F32_FIXED_ORDER: Bounds =
         Bounds { matmul: |_| 2e-6, attention: |_| 2e-6, elementwise: 1e-6, company: 0.0 };
 }
 
 /// Runs the whole suite.
 pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
-    // One type for every way of making a backend: the suite is compiled once for each backend.
+    // A single closure type, so that the suite is compiled once per backend.
     let make: &(dyn Fn() -> B + Sync) = &make;
     let (make, bounds) = (&make, &bounds);
     buffers(make);
@@ -132,8 +134,9 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     wants(make, bounds);
 }
 
-/// The bits of all rows' results of small models of every family under a mixed load, in every number format, and of
-/// every activation: what must not differ between two backends that promise the same arithmetic, such as thread counts.
+/// Returns the bits of all results of small models of every family under a mixed load, in every number
+/// format, and of every activation function. Backends with the same arithmetic, for example with different
+/// numbers of threads, must give the same bits.
 pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
     let mut bits = Vec::new();
     for case in Family::cases() {
@@ -162,24 +165,25 @@ mod tests {
         run(Reference::new, Bounds { elementwise: 0.0, ..Bounds::F32_FIXED_ORDER });
     }
 
-    /// A way of making a backend. There is one type of it, so that the suite is compiled once.
+    /// A function that creates a backend: a single type, so that the suite is compiled once.
     type Make<'a> = &'a (dyn Fn() -> CpuBackend + Sync);
 
     fn new(isa: Isa, threads: usize) -> Result<CpuBackend, DeviceError> {
         CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
     }
 
-    /// Whether this machine has the instruction set; says so where it has not.
+    /// Returns whether this machine has the instruction set, and prints a note if not.
     fn is_here(isa: Isa) -> bool {
-        let made = new(isa, 1);
-        if let Err(error) = &made {
-            // Straight to the terminal: the harness keeps what macros print of a test that passes.
+        let backend = new(isa, 1);
+        if let Err(error) = &backend {
+            // Written directly to stderr: the test harness captures the output of macros in passing tests.
             let _ = writeln!(std::io::stderr(), "skipped: {}: {error}", isa.name());
         }
-        made.is_ok()
+        backend.is_ok()
     }
 
-    /// What is made of products alone, for a set that differs from another one in nothing else.
+    /// Tests only operations with GEMMs, for an instruction set that differs from another one in nothing
+    /// else.
     fn products_conform(isa: Isa) {
         if !is_here(isa) {
             return;
@@ -197,19 +201,19 @@ mod tests {
         }
     }
 
-    /// The whole suite for every number of threads, whose bits must agree.
+    /// Runs the whole suite with several numbers of threads, whose bits must be equal.
     fn cpu_conforms(isa: Isa) {
         if !is_here(isa) {
             return;
         }
-        let mut alone: Option<Vec<u32>> = None;
+        let mut first: Option<Vec<u32>> = None;
         for threads in [1, 2, 3] {
             let make: Make = &|| new(isa, threads).expect("this machine has the instruction set");
             run(make, Bounds::F32_FIXED_ORDER);
             let bits = fingerprint(&make);
             assert!(
-                bits == *alone.get_or_insert(bits.clone()),
-                "{}: {threads} threads, other bits",
+                bits == *first.get_or_insert(bits.clone()),
+                "{}: different bits with {threads} threads",
                 isa.name()
             );
         }

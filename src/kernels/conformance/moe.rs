@@ -1,4 +1,4 @@
-//! Mixtures of experts against the oracle, and against themselves in other company.
+//! Tests of mixtures of experts, against the reference backend and for batch invariance.
 
 use super::Bounds;
 use super::answers::NUMBERS;
@@ -9,13 +9,13 @@ use crate::quant::{Operand, QuantType};
 use crate::reference::Reference;
 use std::sync::Arc;
 
-/// Mixtures of every scoring, from one expert to many, with ties and a NaN among the logits.
+/// Tests mixtures with every scoring function, from one expert to many, with ties and NaN among the logits.
 pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in few_types() {
         for mixture in Mixture::all(ty) {
             let (want, magnitudes) = (mixture.of_oracle(oracle), mixture.magnitudes().of_oracle(oracle));
-            // The last bit of a number may decide which code it becomes.
+            // The last bit of a number may change its quant.
             let bound = match ty.operand(device.backend.inputs()) {
                 Operand::F32 => 6.0 * (bounds.matmul)(ty),
                 Operand::Codes | Operand::Bf16 => 0.01,
@@ -25,7 +25,7 @@ pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// A row's mixture is the same whatever rows are beside it, and whichever experts they take.
+/// Tests that the result of a row depends neither on the other rows nor on their experts.
 pub fn moe_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for ty in few_types() {
@@ -41,18 +41,18 @@ pub fn moe_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// What a mixture needs is made in any order: before the limits are told, for a smaller mixture after a larger one,
-/// and anew for more rows.
+/// Tests that mixtures can be prepared in any order: before the limits are set, a smaller one after a larger
+/// one, and again for more rows.
 pub fn moe_preparation<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mixtures: Vec<Mixture> = Mixture::all(QuantType::F32).collect();
     let want: Vec<Vec<f32>> =
         mixtures.iter().map(|mixture| mixture.on(&mut Rig::new(make(), limits(32)))).collect();
     let mut backend = make();
     for mixture in &mixtures {
-        backend.prepare_moe(&mixture.shape, mixture.hidden).expect("room for a small mixture");
+        backend.prepare_moe(&mixture.shape, mixture.hidden).expect("memory for a small mixture");
     }
     let few = StepLimits { rows: 1, logit_rows: 1, slots: 1, source_positions: 0, ..limits(32) };
-    backend.prepare(&few).expect("room for a small step");
+    backend.prepare(&few).expect("memory for a small step");
     let mut rig = Rig::new(backend, limits(32));
     for (mixture, want) in mixtures.iter().zip(&want) {
         let experts = mixture.experts(&mut rig);
@@ -65,13 +65,14 @@ pub fn moe_preparation<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// A device with some of the experts gives what those add, and nothing for rows that chose none of them.
+/// Tests that a device with some of the experts returns their part of the sum, and zeros for rows that
+/// selected none of them.
 pub fn moe_parts<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for mixture in Mixture::all(QuantType::F32).filter(|mixture| mixture.shape.experts > 1) {
         let magnitudes = mixture.magnitudes().of_oracle(oracle);
         let (ours, theirs) = (mixture.experts(device), mixture.experts(oracle));
-        device.backend.prepare_moe(&mixture.shape, mixture.hidden).expect("room for a small mixture");
+        device.backend.prepare_moe(&mixture.shape, mixture.hidden).expect("memory for a small mixture");
         let experts = mixture.shape.experts;
         for (first, end) in [(0, 1), (1, experts), (experts / 2, experts / 2 + 1), (experts - 1, experts)] {
             let part = Mixture { shape: MoeShape { first, ..mixture.shape }, ..mixture };
@@ -82,19 +83,20 @@ pub fn moe_parts<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// Rows of the largest step here.
+/// Rows of the largest step of these tests.
 const ROUTED: usize = 70;
 
+/// A test case.
 #[derive(Clone, Copy, Debug)]
 struct Mixture {
     shape: MoeShape,
     ty: QuantType,
     hidden: usize,
     has_up: bool,
-    /// Of the inputs, and how many.
+    /// First row of the inputs, and the number of rows.
     first: usize,
     rows: usize,
-    /// Every weight and input without its sign.
+    /// Whether every weight and input is replaced by its absolute value.
     absolute: bool,
 }
 
@@ -115,8 +117,9 @@ impl Mixture {
         })
     }
 
-    /// The sums of the terms' magnitudes in place of the sums of the terms. An error of a product goes through an
-    /// activation no steeper than 1.2, but for a square's, which doubles it.
+    /// Returns the case of the absolute values, whose results are the sums of the magnitudes of the terms.
+    /// The slope of an activation function is at most 1.2, so errors grow no more than that, except that
+    /// squaring doubles them.
     fn magnitudes(&self) -> Mixture {
         let activation = match self.shape.activation {
             Activation::SquaredRelu => Activation::SquaredRelu,
@@ -130,7 +133,7 @@ impl Mixture {
         if self.absolute { values.iter().map(|v| v.abs()).collect() } else { values }
     }
 
-    /// Spread, tied, with a NaN, far apart.
+    /// Returns router logits: spread, tied, with NaN, and far apart.
     fn router(&self) -> Vec<f32> {
         let experts = self.shape.experts;
         let mut logits = scaled(400, ROUTED * experts, 3.0);
@@ -148,8 +151,7 @@ impl Mixture {
 
     fn experts<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<Expert<B::Buf>> {
         let (hidden, width) = (self.hidden, self.shape.width);
-        let mut weight =
-            |tag: u32, out: usize, inp: usize| rig.weight(self.ty, out, &self.values(tag, out * inp));
+        let mut weight = |tag: u32, n: usize, k: usize| rig.weight(self.ty, n, &self.values(tag, n * k));
         let experts = (0..self.shape.experts as u32).map(|expert| Expert {
             gate: weight(500 + 10 * expert, width, hidden),
             up: self.has_up.then(|| weight(501 + 10 * expert, width, hidden)),
@@ -160,7 +162,7 @@ impl Mixture {
 
     fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
         let experts = self.experts(rig);
-        rig.backend.prepare_moe(&self.shape, self.hidden).expect("room for a small mixture");
+        rig.backend.prepare_moe(&self.shape, self.hidden).expect("memory for a small mixture");
         self.of(rig, &experts)
     }
 
@@ -168,7 +170,7 @@ impl Mixture {
         NUMBERS.get(oracle.question(self), || self.on(oracle))
     }
 
-    /// What these experts make of the rows.
+    /// Runs the mixture with the given experts.
     fn of<B: Backend>(&self, rig: &mut Rig<B>, experts: &[Expert<B::Buf>]) -> Vec<f32> {
         let (rows, hidden) = (self.rows, self.hidden);
         rig.begin_rows(rows);

@@ -1,12 +1,12 @@
-//! Norms against the oracle.
+//! Tests of norms, against the reference backend.
 
 use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
 use crate::backend::{Backend, Norm, NormKind};
 
-/// Norms of both kinds, with weight and bias and without, over small, large and far-off values and an all-zero row;
-/// in place, the same bits.
+/// Tests both kinds of norms, with and without weight and bias, for small, large and shifted values and a row
+/// of zeros. In-place norms must give the same bits.
 pub fn norm<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for (case, (rows, width)) in sizes().chain([(3, 4099), (1, 5000)]).enumerate() {
@@ -20,6 +20,7 @@ pub fn norm<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
+/// A test case.
 struct Case {
     kind: NormKind,
     x: Vec<f32>,
@@ -41,8 +42,8 @@ impl Case {
         Case { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
     }
 
-    /// The terms of each element's sum without their signs: its number and those of the row's mean, over the deviation,
-    /// times the weight; and the bias.
+    /// Returns the magnitudes of the terms of each element: its number and those of the mean, divided by the
+    /// deviation, times the weight; plus the bias.
     fn magnitudes(&self) -> Vec<f32> {
         self.x.chunks_exact(self.width).flat_map(|row| self.magnitudes_of(row)).collect()
     }

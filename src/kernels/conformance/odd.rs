@@ -1,4 +1,4 @@
-//! Keys and values in groups that are no usual numbers.
+//! Tests of a quantized KV cache with unusual numbers.
 
 use super::Bounds;
 use super::heads::*;
@@ -10,14 +10,14 @@ use crate::batch::Want;
 use crate::quant::QuantType;
 use crate::reference::Reference;
 
-/// Positions, and the one among them with the odd numbers.
+/// Number of positions, and the position with the unusual numbers.
 const POSITIONS: usize = 40;
 const ODD: usize = 20;
 const DIM: usize = 72;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 
-/// What every row makes of these, (rows, heads, DIM).
+/// Runs attention with the given K and V; returns (rows, heads, DIM).
 fn attend<B: Backend>(rig: &mut Rig<B>, ty: QuantType, [k, v]: &[Vec<f32>; 2]) -> Vec<f32> {
     let (kv_heads, look) = (KV_HEADS, Look::PLAIN);
     let case = Heads { ty, kv_heads, heads: HEADS, k_dim: DIM, v_dim: DIM, scale: 0.2, look };
@@ -30,12 +30,13 @@ fn attend<B: Backend>(rig: &mut Rig<B>, ty: QuantType, [k, v]: &[Vec<f32>; 2]) -
     rig.read(&out, n, format_args!("{case:?}"))
 }
 
+/// Returns ordinary K and V.
 fn usual() -> [Vec<f32>; 2] {
     [401, 402].map(|tag| noise(tag, POSITIONS * KV_HEADS * DIM))
 }
 
-/// Numbers that are none, or too large, in one head of one position: finite results, and neither other heads nor earlier rows
-/// see any of it.
+/// Tests NaN, infinite and very large numbers in one head of one position: results are finite, and neither
+/// other heads nor earlier rows are affected.
 pub fn numbers_that_are_none<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
@@ -55,7 +56,7 @@ pub fn numbers_that_are_none<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds)
     }
 }
 
-/// Groups of one number again and again, of hardly any, of very small and of very large ones are near the oracle's.
+/// Tests groups with equal numbers, with a tiny range, and with very small or very large numbers.
 pub fn groups_of_all_sizes<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
         for (base, spread) in [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]

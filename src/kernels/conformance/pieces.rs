@@ -1,6 +1,7 @@
-//! Batches for the tests: spans, and the pages they lie on.
+//! Batches for the tests: spans, and the pages that their slots use.
 //!
-//! Invariant: a row's token, reserved length and source follow from its sequence and position alone.
+//! Invariant: the token, reserved length and encoder input of a row depend on its sequence and position
+//! alone.
 
 use super::inputs::*;
 use crate::backend::KvTable;
@@ -9,13 +10,13 @@ use crate::batch::{
     Want,
 };
 
-/// The sequence that the rows of holes are counted to.
+/// The sequence number of the rows of holes.
 pub(super) const SINK_SEQUENCE: u32 = 90;
 
-/// Added to a sequence, this is its source.
+/// Offset from the number of a sequence to the number of its encoder input.
 pub(super) const SOURCE: u32 = 200;
 
-/// A span of a test's batch.
+/// A span of a test batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     pub(super) sequence: u32,
@@ -25,50 +26,55 @@ pub(super) struct Piece {
     pub(super) kind: Kind,
 }
 
+/// The kind of a span.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
-    /// Tokens given with the batch.
+    /// Tokens that are given with the batch.
     Given,
-    /// The same, whose keys and values are stored, and no more.
+    /// Given tokens whose K and V are stored, without attention.
     Stored,
-    /// The same, and these are NaN.
+    /// Given tokens whose stored K and V are NaN.
     Poison,
-    /// The token drawn last in the slot.
+    /// The token that was sampled last in the slot.
     Last,
-    /// A whole source, for the encoder. Pieces of this kind come first.
+    /// A complete encoder input. These spans come first.
     Source,
-    /// A hole: a row whose result nobody wants.
+    /// A hole: a row whose result is discarded.
     Sink,
 }
 
 impl Piece {
-    /// Tokens of the sequence that has this slot's number.
+    /// Returns a span of given tokens, of the sequence with the number of the slot.
     pub(super) fn given(slot: u32, start: usize, len: usize) -> Piece {
         Piece { sequence: slot, slot, start, len, kind: Kind::Given }
     }
 
+    /// Returns a span whose K and V are only stored.
     pub(super) fn stored(slot: u32, start: usize, len: usize) -> Piece {
         Piece { kind: Kind::Stored, ..Piece::given(slot, start, len) }
     }
 
+    /// Returns a span of the last sampled token.
     pub(super) fn last(slot: u32, start: usize) -> Piece {
         Piece { sequence: slot, slot, start, len: 1, kind: Kind::Last }
     }
 
+    /// Returns a hole.
     pub(super) fn sink(slot: u32) -> Piece {
         Piece { sequence: SINK_SEQUENCE, slot, start: 0, len: 1, kind: Kind::Sink }
     }
 
-    /// The source of the sequence that has this slot's number.
+    /// Returns the encoder input of the sequence with the number of the slot.
     pub(super) fn source(slot: u32) -> Piece {
         Piece { sequence: slot, slot, start: 0, len: source_len(slot), kind: Kind::Source }
     }
 
+    /// Returns the stack of the span.
     pub(super) fn stack(&self) -> SpanStack {
         if self.kind == Kind::Source { SpanStack::Encoder } else { SpanStack::Decoder }
     }
 
-    /// Sequence, or source, and position of each of its rows.
+    /// Returns the sequence (or encoder input) and the position of each row.
     pub(super) fn rows(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
         let Piece { start, len, .. } = *self;
         let sequence = if self.kind == Kind::Source { self.sequence + SOURCE } else { self.sequence };
@@ -83,7 +89,7 @@ impl Piece {
         }
     }
 
-    fn span(&self, tokens: SpanTokens, want: Want) -> Span {
+    fn span(&self, tokens: SpanTokens, output: Want) -> Span {
         let is_hole = self.kind == Kind::Sink;
         Span {
             model: SpanModel::Target,
@@ -94,35 +100,36 @@ impl Piece {
             table: self.table(),
             reserved: if is_hole { 0 } else { reserved(self.sequence) as u32 },
             source: if is_hole { 0 } else { source_len(self.sequence) as u32 },
-            want,
+            want: output,
         }
     }
 }
 
-/// A prompt of `len` tokens of sequence 0, in chunks.
+/// Returns a prompt of `len` tokens of sequence 0, divided into chunks.
 pub(super) fn chunks(len: usize, chunk: usize) -> Vec<Vec<Piece>> {
     (0..len).step_by(chunk).map(|start| vec![Piece::given(0, start, chunk.min(len - start))]).collect()
 }
 
-/// Who has which pages.
+/// A page allocator: the pages of each slot, and the free pages.
 #[derive(Clone, Debug)]
 pub(super) struct Book {
     pub(super) page_positions: usize,
-    /// By slot.
+    /// Pages of each slot.
     pub(super) held: Vec<Vec<Page>>,
-    /// For the slot's source.
+    /// Cross-attention pages of each slot.
     pub(super) crossed: Vec<Vec<Page>>,
-    /// Taken from the end.
+    /// Free pages, allocated from the end.
     pub(super) free: Vec<Page>,
 }
 
 impl Book {
+    /// Allocates pages in ascending order.
     pub(super) fn contiguous(page_positions: usize) -> Book {
         let none = vec![Vec::new(); 8];
         Book { page_positions, held: none.clone(), crossed: none, free: (1..POOL as Page).rev().collect() }
     }
 
-    /// Every page once, neighbours far apart.
+    /// Allocates every page once, with neighboring positions on distant pages.
     pub(super) fn scattered(page_positions: usize) -> Book {
         let pages = POOL as Page - 1;
         Book {
@@ -131,7 +138,8 @@ impl Book {
         }
     }
 
-    /// Gives the slot pages for its first `positions`, or those of its source.
+    /// Allocates pages for the first `positions` of a slot or of its encoder input, and appends the table
+    /// updates.
     pub(super) fn cover(
         &mut self,
         slot: u32,
@@ -144,12 +152,13 @@ impl Book {
             _ => &mut self.held[slot as usize],
         };
         while held.len() * self.page_positions < positions {
-            let page = self.free.pop().expect("the test's pool is large enough");
+            let page = self.free.pop().expect("the pool is large enough");
             tables.push(TableUpdate { slot, table, index: held.len() as u32, page });
             held.push(page);
         }
     }
 
+    /// Applies slot moves.
     pub(super) fn apply(&mut self, moves: &[SlotMove]) {
         for moved in moves {
             for held in [&mut self.held, &mut self.crossed] {
@@ -159,39 +168,39 @@ impl Book {
     }
 }
 
-/// The pieces as a batch; with wanted rows, each is drawn greedily.
-pub(super) fn batch_of(pieces: &[Piece], want: Want, book: &mut Book) -> StepBatch {
+/// Builds a batch of the spans. Output rows are sampled greedily.
+pub(super) fn batch_of(spans: &[Piece], output: Want, book: &mut Book) -> StepBatch {
     let mut batch = StepBatch::default();
-    for piece in pieces {
-        let (at, len) = (batch.tokens.len() as u32, piece.len as u32);
-        let tokens = match piece.kind {
+    for span in spans {
+        let (at, len) = (batch.tokens.len() as u32, span.len as u32);
+        let tokens = match span.kind {
             Kind::Last | Kind::Sink => SpanTokens::Last,
             _ => SpanTokens::Given { at, len },
         };
         if tokens != SpanTokens::Last {
-            batch.tokens.extend(piece.rows().map(|(sequence, position)| text(sequence, position)));
+            batch.tokens.extend(span.rows().map(|(sequence, position)| text(sequence, position)));
         }
-        match piece.table() {
+        match span.table() {
             SpanTable::Own => {
-                book.cover(piece.slot, KvTable::Own, piece.start + piece.len, &mut batch.tables);
+                book.cover(span.slot, KvTable::Own, span.start + span.len, &mut batch.tables);
             }
-            SpanTable::Scratch => book.cover(piece.slot, KvTable::Cross, piece.len, &mut batch.tables),
+            SpanTable::Scratch => book.cover(span.slot, KvTable::Cross, span.len, &mut batch.tables),
             SpanTable::Sink => {}
         }
-        batch.spans.push(piece.span(tokens, want));
+        batch.spans.push(span.span(tokens, output));
     }
     draw_all(&mut batch);
     batch
 }
 
-/// Makes every wanted row of the batch a greedy draw.
+/// Sets greedy sampling for every output row of the batch.
 pub(super) fn draw_all(batch: &mut StepBatch) {
     let stacks = [SpanStack::Encoder, SpanStack::Decoder];
-    let wanted = stacks.map(|stack| batch.wanted_rows(stack).count()).iter().sum();
-    batch.samples = vec![SampleRow::GREEDY; wanted];
+    let outputs = stacks.map(|stack| batch.wanted_rows(stack).count()).iter().sum();
+    batch.samples = vec![SampleRow::GREEDY; outputs];
 }
 
-/// Sequence and position of the rows of one stack.
-pub(super) fn rows_of(pieces: &[Piece], stack: SpanStack) -> Vec<(u32, usize)> {
-    pieces.iter().filter(|piece| piece.stack() == stack).flat_map(Piece::rows).collect()
+/// Returns the sequence and position of each row of one stack.
+pub(super) fn rows_of(spans: &[Piece], stack: SpanStack) -> Vec<(u32, usize)> {
+    spans.iter().filter(|span| span.stack() == stack).flat_map(Piece::rows).collect()
 }

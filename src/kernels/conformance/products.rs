@@ -1,4 +1,4 @@
-//! Products that are asked for together, against the operations one by one.
+//! Tests of several GEMMs with the same input, against separate operations.
 
 use super::Bounds;
 use super::inputs::*;
@@ -6,7 +6,7 @@ use super::rig::*;
 use crate::backend::{Activation, Backend, Factor, Norm, NormKind, Product, To, Weight, one_by_one};
 use crate::quant::QuantType::{self, *};
 
-/// What weights of one input are stored as: alike, of every kind of operand, and more of them than fit together.
+/// Formats of the weights of one input: equal ones, of every kind of operand, and more than fit into one job.
 const MIXES: [&[QuantType]; 6] = [
     &[F16],
     &[Q8_0, Q8_0, Q8_0],
@@ -15,12 +15,13 @@ const MIXES: [&[QuantType]; 6] = [
     &[Q2_K, Q4_K, Q6_K, F16],
     &[Q8_0, F16, Q4_0, BF16, F32, Q8_0, Q4_0],
 ];
-/// Outs of each in turn: fewer than a tile, a few tiles with an odd end, many.
+/// Numbers of outputs, in turn: less than a tile, several tiles and an odd remainder, many.
 const OUTS: [usize; 3] = [3, 172, 67];
-/// Whole blocks of all, and no whole number of what is unpacked at once.
+/// Inputs of every weight: whole blocks in every format, but no multiple of what is unpacked at once.
 const COLUMNS: usize = 768;
 
-/// The same numbers as one by one: of given, normed and activated rows; set, and added; with bias and without.
+/// Tests that fused GEMMs give the results of separate operations: for given, normalized and activated
+/// inputs, with both epilogues, with and without bias.
 pub fn products<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let rig = &mut Rig::new(make(), limits(32));
     for (mix, types) in MIXES.iter().enumerate() {
@@ -30,7 +31,7 @@ pub fn products<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
                 let case = Case { made, rows, adds: (mix + rows) % 2 == 0 };
                 let (got, want) = (case.on(rig, &weights, Way::Together), case.on(rig, &weights, Way::Apart));
                 for (number, (got, want)) in got.iter().zip(&want).enumerate() {
-                    let what = format_args!("{case:?}, product {number} of {types:?}");
+                    let what = format_args!("{case:?}, GEMM {number} of {types:?}");
                     same(what, got, want, bounds.company);
                 }
             }
@@ -38,15 +39,16 @@ pub fn products<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
+/// Uploads one weight of each format.
 fn weights<B: Backend>(rig: &mut Rig<B>, types: &[QuantType]) -> Vec<Weight<B::Buf>> {
     let weight = |(number, ty): (usize, &QuantType)| {
-        let out = OUTS[number % OUTS.len()];
-        rig.weight(*ty, out, &noise(40 + number as u32, out * COLUMNS))
+        let n = OUTS[number % OUTS.len()];
+        rig.weight(*ty, n, &noise(40 + number as u32, n * COLUMNS))
     };
     types.iter().enumerate().map(weight).collect()
 }
 
-/// How rows are made.
+/// The kind of input.
 #[derive(Clone, Copy, Debug)]
 enum Made {
     Given,
@@ -55,12 +57,13 @@ enum Made {
     Gated,
 }
 
-/// How they are asked for.
+/// Fused or separate execution.
 enum Way {
     Together,
     Apart,
 }
 
+/// A test case.
 #[derive(Debug)]
 struct Case {
     made: Made,
@@ -69,33 +72,33 @@ struct Case {
 }
 
 impl Case {
-    /// Each product's results.
-    fn on<B: Backend>(&self, rig: &mut Rig<B>, weights: &[Weight<B::Buf>], way: Way) -> Vec<Vec<f32>> {
+    /// Runs the GEMMs and returns their results.
+    fn on<B: Backend>(&self, rig: &mut Rig<B>, weights: &[Weight<B::Buf>], execution: Way) -> Vec<Vec<f32>> {
         let (rows, len) = (self.rows, self.rows * COLUMNS);
         rig.begin_rows(rows);
         let (x, up) = (rig.put(&scaled(50, len, 3.0)), rig.put(&noise(51, len)));
-        let (mut gate, mut room) = (rig.put_mut(&scaled(50, len, 3.0)), rig.output(len));
+        let (mut gate, mut buffer) = (rig.put_mut(&scaled(50, len, 3.0)), rig.output(len));
         let weight = Some(rig.constant(&noise(52, COLUMNS)));
         let norm = Norm { kind: NormKind::Layer, weight, bias: None, width: COLUMNS, eps: 1e-5 };
-        let factor = match self.made {
+        let input = match self.made {
             Made::Given => Factor::Given(&x),
-            Made::Normed => Factor::Normed { norm: &norm, x: &x, room: &mut room },
+            Made::Normed => Factor::Normed { norm: &norm, x: &x, room: &mut buffer },
             Made::Activated => Factor::Activated { act: Activation::Silu, gate: &mut gate, up: None },
             Made::Gated => Factor::Activated { act: Activation::GeluTanh, gate: &mut gate, up: Some(&up) },
         };
         let biases: Vec<_> = weights.iter().map(|w| rig.constant(&noise(53, w.out))).collect();
         let mut results: Vec<_> = weights.iter().map(|w| rig.put_mut(&noise(54, rows * w.out))).collect();
-        let mut rooms: Vec<_> = weights.iter().map(|w| rig.output(rows * w.out)).collect();
-        let to = results.iter_mut().zip(&mut rooms).map(|(x, room)| match self.adds {
-            true => To::Add { x, room },
+        let mut buffers: Vec<_> = weights.iter().map(|w| rig.output(rows * w.out)).collect();
+        let epilogues = results.iter_mut().zip(&mut buffers).map(|(x, buffer)| match self.adds {
+            true => To::Add { x, room: buffer },
             false => To::Set(x),
         });
         let with_bias = biases.iter().enumerate().map(|(number, bias)| (number % 2 == 0).then_some(bias));
-        let each = weights.iter().zip(with_bias).zip(to);
-        let mut products: Vec<_> = each.map(|((w, bias), to)| Product { w, bias, to }).collect();
-        match way {
-            Way::Apart => one_by_one(&mut rig.backend, rows, factor, &mut products),
-            Way::Together => rig.backend.products(rows, factor, &mut products),
+        let each = weights.iter().zip(with_bias).zip(epilogues);
+        let mut gemms: Vec<_> = each.map(|((w, bias), epilogue)| Product { w, bias, to: epilogue }).collect();
+        match execution {
+            Way::Apart => one_by_one(&mut rig.backend, rows, input, &mut gemms),
+            Way::Together => rig.backend.products(rows, input, &mut gemms),
         }
         let read = |(result, w): (&B::Buf, &Weight<B::Buf>)| {
             rig.read(result, rows * w.out, format_args!("{self:?}"))

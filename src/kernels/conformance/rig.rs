@@ -1,4 +1,4 @@
-//! A backend with its slots made, and batches for it.
+//! A backend that is prepared for a test, with helpers for buffers and steps.
 
 use super::answers::ANGLES;
 use super::inputs::*;
@@ -10,15 +10,16 @@ use crate::reference::Reference;
 use std::collections::BTreeMap;
 use std::fmt::Arguments;
 
-/// Results by sequence and position.
+/// Results of rows, by sequence and position.
 pub(super) type Answers = BTreeMap<(u32, usize), Vec<f32>>;
 
-/// Behind the end of every buffer that an operation writes; to be found unchanged.
+/// Values after the end of every written buffer, which must not change.
 pub(super) const GUARD: [f32; 5] = [-1.25e30, 77.0, 3.5, -1e-3, 0.625];
 
-/// Behind the end of every buffer that an operation reads; to be found in no result.
+/// Values after the end of every read buffer, which must not affect a result.
 pub(super) const TRAP: [f32; 5] = [f32::NAN; 5];
 
+/// A prepared backend.
 pub(super) struct Rig<B: Backend> {
     pub(super) backend: B,
     pub(super) limits: StepLimits,
@@ -27,29 +28,30 @@ pub(super) struct Rig<B: Backend> {
 
 impl<B: Backend> Rig<B> {
     pub(super) fn new(mut backend: B, limits: StepLimits) -> Rig<B> {
-        backend.prepare(&limits).expect("room for a small step");
+        backend.prepare(&limits).expect("memory for a small step");
         Rig { backend, limits, step: 0 }
     }
 
-    /// Makes a batch the current step.
+    /// Begins a step.
     pub(super) fn begin(&mut self, mut batch: StepBatch) {
         batch.step = self.step;
         self.step += 1;
         self.backend.begin(&batch);
     }
 
-    /// Makes a step of that many rows current, for operations that look at nothing else of it.
+    /// Begins a step of `rows` rows, for operations that use nothing else of it.
     pub(super) fn begin_rows(&mut self, rows: usize) {
         let book = &mut Book::scattered(self.limits.page_positions);
         self.begin(batch_of(&[Piece::given(0, 0, rows)], Want::None, book));
     }
 
-    /// What an answer follows from besides what was asked: the limits, and how numbers come into products.
-    pub(super) fn question(&self, asked: impl std::fmt::Debug) -> String {
-        format!("{asked:?}, {:?}, {:?}", self.backend.inputs(), self.limits)
+    /// Returns the key of a memoized result: the operation and its inputs, the precision of activations, and
+    /// the limits.
+    pub(super) fn question(&self, operation: impl std::fmt::Debug) -> String {
+        format!("{operation:?}, {:?}, {:?}", self.backend.inputs(), self.limits)
     }
 
-    /// A step that draws (or scores) the given tokens: logits leave no other choice.
+    /// Runs a step that samples (or scores) the given tokens. The logits leave no other choice.
     pub(super) fn draw(
         &mut self,
         pieces: &[Piece],
@@ -68,30 +70,30 @@ impl<B: Backend> Rig<B> {
         out
     }
 
-    /// A buffer of exactly these values.
+    /// Allocates a buffer of exactly these values.
     pub(super) fn constant(&mut self, values: &[f32]) -> B::Buf {
         let bytes = codes(QuantType::F32, values);
-        let mut buf = self.backend.alloc(bytes.len()).expect("room for a small buffer");
+        let mut buf = self.backend.alloc(bytes.len()).expect("memory for a small buffer");
         self.backend.upload(&mut buf, 0, &bytes);
         buf
     }
 
-    /// A buffer of these values to read.
+    /// Allocates a buffer of these values for reading.
     pub(super) fn put(&mut self, values: &[f32]) -> B::Buf {
         self.constant(&[values, &TRAP].concat())
     }
 
-    /// A buffer of these values to read and write.
+    /// Allocates a buffer of these values for reading and writing.
     pub(super) fn put_mut(&mut self, values: &[f32]) -> B::Buf {
         self.constant(&[values, &GUARD].concat())
     }
 
-    /// A buffer to write `n` values to; NaN until then.
+    /// Allocates a buffer for writing `n` values, which are NaN before.
     pub(super) fn output(&mut self, n: usize) -> B::Buf {
         self.put_mut(&vec![f32::NAN; n])
     }
 
-    /// The `n` values of a buffer that was written, whose guard must be as it was.
+    /// Reads the `n` values of a written buffer, and asserts that the guard after them is unchanged.
     pub(super) fn read(&mut self, buf: &B::Buf, n: usize, what: Arguments) -> Vec<f32> {
         let mut bytes = vec![0; (n + GUARD.len()) * 4];
         self.backend.download(buf, 0, &mut bytes);
@@ -101,29 +103,31 @@ impl<B: Backend> Rig<B> {
         values
     }
 
-    /// A matrix of `out` rows of these values.
-    pub(super) fn weight(&mut self, ty: QuantType, out: usize, values: &[f32]) -> Weight<B::Buf> {
-        self.coded(ty, out, values.len() / out, &codes(ty, values))
+    /// Uploads a matrix of `n` rows with these values.
+    pub(super) fn weight(&mut self, ty: QuantType, n: usize, values: &[f32]) -> Weight<B::Buf> {
+        self.coded(ty, n, values.len() / n, &codes(ty, values))
     }
 
-    pub(super) fn coded(&mut self, ty: QuantType, out: usize, inp: usize, bytes: &[u8]) -> Weight<B::Buf> {
-        let weight = self.backend.upload_weight(ty, out, inp, bytes).expect("room for a small matrix");
-        assert_eq!((weight.ty, weight.out, weight.inp), (ty, out, inp), "shape of an uploaded weight");
+    /// Uploads a quantized matrix.
+    pub(super) fn coded(&mut self, ty: QuantType, n: usize, k: usize, bytes: &[u8]) -> Weight<B::Buf> {
+        let weight = self.backend.upload_weight(ty, n, k, bytes).expect("memory for a small matrix");
+        assert_eq!((weight.ty, weight.out, weight.inp), (ty, n, k), "shape of an uploaded weight");
         weight
     }
 
+    /// Allocates a cache.
     pub(super) fn cache(&mut self, layout: KvLayout) -> KvLayer<B::Buf> {
-        let cache = self.backend.alloc_kv(layout).expect("room for a small cache");
+        let cache = self.backend.alloc_kv(layout).expect("memory for a small cache");
         assert_eq!(cache.layout, layout, "layout of an allocated cache");
         cache
     }
 
-    /// Angles for every position within the limits, of one table.
+    /// Returns RoPE for every position within the limits, with one table.
     pub(super) fn rope(&mut self, dims: usize, style: RopeStyle) -> Rope<B::Buf> {
         self.rope_of(dims, style, &[(usize::MAX, 10_000.0)])
     }
 
-    /// Angles for every position within the limits, of a table for each reserved length: (bound, base).
+    /// Returns RoPE for every position within the limits, with a table for each (reserved length, base).
     pub(super) fn rope_of(&mut self, dims: usize, style: RopeStyle, bases: &[(usize, f64)]) -> Rope<B::Buf> {
         let positions = self.limits.positions;
         let table = |base: f64| {
@@ -137,7 +141,7 @@ impl<B: Backend> Rig<B> {
     }
 }
 
-/// The backend to look at, and the oracle.
+/// Prepares the backend under test and the reference backend.
 pub(super) fn rigs<B: Backend>(make: &impl Fn() -> B, page_positions: usize) -> (Rig<B>, Rig<Reference>) {
     let device = make();
     let oracle = Reference::with(device.inputs());

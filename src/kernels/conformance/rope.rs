@@ -1,4 +1,4 @@
-//! Angles and rotations against the oracle.
+//! Tests of RoPE, against the reference backend.
 
 use super::Bounds;
 use super::answers::NUMBERS;
@@ -8,14 +8,14 @@ use super::rig::*;
 use crate::backend::{Backend, Rope, RopeStretch, RopeStyle};
 use crate::batch::Want;
 
-/// Angles of one table, of tables by reserved length, and of bases stretched by it, for rows of several sequences at
-/// any position.
+/// Tests the angles of one table, of tables by reserved length, and of dynamic NTK scaling, for rows of
+/// several sequences at any position.
 pub fn angles<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for dims in [2, 10, 64] {
         for lengths in [Lengths::One, Lengths::Some, Lengths::Stretched] {
             if dims == 2 && lengths == Lengths::Stretched {
-                continue; // Nothing slower than the first pair, so no base to stretch.
+                continue; // A single pair has no base to scale.
             }
             let (got, want) = (angles_on(device, dims, lengths), angles_on(oracle, dims, lengths));
             let what = format_args!("angles of {dims} dims, {lengths:?}");
@@ -24,17 +24,18 @@ pub fn angles<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// What a sequence's angles depend on besides its positions.
+/// The dependence of angles on the reserved length of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Lengths {
-    /// Nothing.
+    /// None.
     One,
-    /// Whether 200 positions are reserved, or fewer.
+    /// Tables for up to 200 reserved positions and for more.
     Some,
-    /// The reserved positions, where these are more than 120.
+    /// Dynamic NTK scaling for more than 120 reserved positions.
     Stretched,
 }
 
+/// Returns RoPE with the given dependence on the reserved length.
 pub(super) fn rope_by<B: Backend>(
     rig: &mut Rig<B>,
     dims: usize,
@@ -49,7 +50,7 @@ pub(super) fn rope_by<B: Backend>(
     }
 }
 
-/// Sequences of every reserved length.
+/// Returns spans of sequences with every reserved length.
 fn pieces() -> [Piece; 6] {
     let source = Piece::source(1);
     let (first, second) = (Piece::given(2, 100, 5), Piece::last(0, 511));
@@ -64,7 +65,7 @@ fn angles_on<B: Backend>(rig: &mut Rig<B>, dims: usize, lengths: Lengths) -> Vec
     rig.read(&angles, 22 * dims, format_args!("angles of {dims} dims, {lengths:?}"))
 }
 
-/// Rotations of both styles, whole and partial heads, rows of several sequences at any position.
+/// Tests rotations of both styles, of whole and partial heads, for rows of several sequences at any position.
 pub fn rope<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for head_dim in HEAD_DIMS {
@@ -85,6 +86,7 @@ pub fn rope<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
+/// A test case.
 #[derive(Clone, Copy, Debug)]
 struct RopeCase {
     head_dim: usize,
@@ -94,7 +96,7 @@ struct RopeCase {
 }
 
 impl RopeCase {
-    /// What went in and what came out.
+    /// Applies RoPE; returns the input and the output.
     fn on<B: Backend>(&self, rig: &mut Rig<B>) -> (Vec<f32>, Vec<f32>) {
         rig.begin(batch_of(&pieces(), Want::None, &mut Book::scattered(32)));
         let x = noise(10, 22 * self.heads * self.head_dim);

@@ -1,4 +1,4 @@
-//! Drawing and scoring, against the one definition.
+//! Tests of sampling and scoring, against the definition in [`crate::reference`].
 
 use super::Bounds;
 use super::inputs::*;
@@ -10,7 +10,8 @@ use crate::random::philox;
 use crate::reference::{draw, logprobs};
 use std::fmt::Arguments;
 
-/// Draws, scores and reports, exactly as `reference::draw` and `reference::logprobs` define them.
+/// Tests that tokens and log-probabilities are exactly those of `reference::params` and
+/// `reference::logprobs`.
 pub fn sample<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for (vocab, steps) in [(1, 1), (5, 6), (1000, 8), (32_000, 1)] {
         let limits = StepLimits { vocab, rows: SAMPLED, logit_rows: SAMPLED, ..limits(32) };
@@ -24,14 +25,15 @@ pub fn sample<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Rows sampled in one step.
 const SAMPLED: usize = 64;
 
+/// Tests one step.
 fn sample_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
     let vocab = rig.limits.vocab;
     let logits: Vec<Vec<f32>> = (0..SAMPLED as u32).map(|row| logits_row(step, row, vocab)).collect();
     let mut samples: Vec<SampleRow> = (0..SAMPLED as u32).map(|row| sample_row(step, row, vocab)).collect();
     let biases: Vec<Vec<(u32, f32)>> = (0..SAMPLED as u32).map(|row| bias_row(step, row, vocab)).collect();
     let mut batch = batch_of(&[Piece::given(0, 0, SAMPLED)], Want::All, &mut Book::scattered(32));
-    for (sample, biases) in samples.iter_mut().zip(&biases) {
-        (sample.bias_at, sample.bias_len) = (batch.biases.len() as u32, biases.len() as u32);
+    for (params, biases) in samples.iter_mut().zip(&biases) {
+        (params.bias_at, params.bias_len) = (batch.biases.len() as u32, biases.len() as u32);
         batch.biases.extend(biases);
     }
     batch.samples = samples.clone();
@@ -43,41 +45,42 @@ fn sample_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
     }
     assert_eq!(out.rows.len(), SAMPLED, "sampled rows, vocabulary {vocab}");
     let mut top_at = 0;
-    for (row, ((result, logits), sample)) in out.rows.iter().zip(&logits).zip(&samples).enumerate() {
+    for (row, ((result, logits), params)) in out.rows.iter().zip(&logits).zip(&samples).enumerate() {
         let biases = &biases[row];
-        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {sample:?}, {biases:?}");
-        let expected = match sample.mode {
-            SampleMode::Draw => draw(logits, biases, sample),
+        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {params:?}, {biases:?}");
+        let expected = match params.mode {
+            SampleMode::Draw => draw(logits, biases, params),
             SampleMode::Score(token) => token,
         };
         assert_eq!(result.token, expected, "{what}: token");
-        assert_eq!(result.top_at, top_at, "{what}: place among the reported");
+        assert_eq!(result.top_at, top_at, "{what}: start of the most likely tokens");
         top_at += result.top_len;
-        check_logprobs(what, &out, result, (logits, sample), bounds);
+        check_logprobs(what, &out, result, (logits, params), bounds);
     }
     assert_eq!(out.top.len(), top_at as usize, "reported tokens, vocabulary {vocab}");
 }
 
+/// Checks the log-probabilities of one row.
 fn check_logprobs(
     what: Arguments,
     out: &StepOutput,
     result: &SampledRow,
-    (logits, sample): (&[f32], &SampleRow),
+    (logits, params): (&[f32], &SampleRow),
     bounds: &Bounds,
 ) {
-    let expected = logprobs(logits, sample.top_logprobs.into());
+    let expected = logprobs(logits, params.top_logprobs.into());
     assert_eq!(result.top_len as usize, expected.top.len(), "{what}: number reported");
     let near = |name: Arguments, got: f32, logit: f32| {
         let want = expected.of(logit);
         let allowed = bounds.elementwise * (2.0 * logit.abs() + want.abs() + 1.0);
-        // What a row without a distribution reports is nobody's concern.
+        // Log-probabilities without a distribution are unspecified.
         let ok = !want.is_finite() || (got - want).abs() <= allowed;
         assert!(ok, "{what}: {name}: got {got}, oracle {want}, allowed difference {allowed}");
     };
-    if sample.logprob {
+    if params.logprob {
         near(format_args!("log-probability"), result.logprob, logits[result.token as usize]);
     } else {
-        assert!(result.logprob.is_nan(), "{what}: a log-probability nobody asked for");
+        assert!(result.logprob.is_nan(), "{what}: a log-probability that was not requested");
     }
     for (rank, (got, want)) in out.top_of(result).iter().zip(&expected.top).enumerate() {
         if want.1.is_finite() {
@@ -87,7 +90,7 @@ fn check_logprobs(
     }
 }
 
-/// Logits of many kinds: spread, tied, equal, flat, masked, with NaN and infinities.
+/// Returns logits of many kinds: spread, tied, equal, flat, masked, with NaN and infinities.
 fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
     let values = scaled(200 + step * 1000 + row, vocab, 10.0);
     let every = |n: usize, fill: f32| move |(i, v): (usize, f32)| if i % n == n - 1 { fill } else { v };
@@ -106,6 +109,7 @@ fn logits_row(step: u32, row: u32, vocab: usize) -> Vec<f32> {
     }
 }
 
+/// Returns varied sampling parameters.
 fn sample_row(step: u32, row: u32, vocab: usize) -> SampleRow {
     let [a, b, c, d] = philox([row, step, 5, 0], [77, 0]);
     let pick = |word: u32, shift: u32, n: usize| (word >> shift) as usize % n;
@@ -125,11 +129,11 @@ fn sample_row(step: u32, row: u32, vocab: usize) -> SampleRow {
     }
 }
 
-/// Most biases of a row here.
+/// Largest number of biases of a row.
 const BIASED: usize = 8;
 
-/// Biases of many kinds: none, small, decisive, forbidding some, or all but one, or all of a small
-/// vocabulary; some of them twice for one token.
+/// Returns biases of many kinds: none, small, decisive, forbidding some tokens, all but one, or all of a
+/// small vocabulary; some tokens have two biases.
 fn bias_row(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     let tag = 700 + step * 1000 + row;
     let [kind, count, first, _] = philox([row, step, 6, 0], [77, 0]).map(|word| word as usize);

@@ -1,6 +1,6 @@
-//! Attention over more positions than are summed in one go, however a backend cuts them.
+//! Tests of attention over so many positions that a backend sums them in several splits.
 //!
-//! Invariant: what rows see is far longer than a block or a page, and few rows are looked at.
+//! Invariant: rows attend to far more positions than a block or a page has, and few rows are evaluated.
 
 use super::Bounds;
 use super::heads::*;
@@ -12,7 +12,7 @@ use crate::batch::Want;
 use crate::quant::QuantType;
 use crate::reference::Reference;
 
-/// Rows that are looked at: (first, how many). Some see hundreds of positions, the last see thousands.
+/// Evaluated rows (first, count). Some attend to hundreds of positions, the last ones to thousands.
 const ASKED: [(usize, usize); 5] = [(0, 3), (500, 30), (1022, 5), (1535, 3), (2550, 50)];
 
 fn long_limits() -> StepLimits {
@@ -23,7 +23,8 @@ fn causal(window: Option<usize>) -> Look {
     Look { mask: Mask::Causal { window }, ..Look::PLAIN }
 }
 
-/// Near the oracle in every cache, and the same row by row, in chunks and in company.
+/// Tests that results are close to the reference in every cache format, and independent of chunks and of
+/// other rows.
 pub fn attention_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for (i, ty) in QuantType::cached().enumerate() {
         let capped = Look { softcap: Some(3.0), reach: Some(1300), ..causal(Some(1300)) };
@@ -36,49 +37,50 @@ pub fn attention_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds)
             let mut rig = Rig::new(make(), long_limits());
             let got = case.on(&mut rig, &prompt(50), Book::scattered(64));
             case.close(what, &got, &want, bounds);
-            for turns in [prompt(1), prompt(7), beside(prompt(50))] {
-                let other = case.on(&mut rig, &turns, Book::contiguous(64));
+            for steps in [prompt(1), prompt(7), beside(prompt(50))] {
+                let other = case.on(&mut rig, &steps, Book::contiguous(64));
                 let own = other.into_iter().filter(|((sequence, _), _)| *sequence == 0).collect();
-                same_answers(format_args!("{case:?}, cut or in company"), &own, &got, bounds);
+                same_answers(format_args!("{case:?}, in chunks or with other rows"), &own, &got, bounds);
             }
         }
     }
 }
 
-/// Sequence 0 up to its last row, those that are looked at in chunks.
+/// Returns steps with sequence 0 up to its last row, with the evaluated rows in chunks.
 fn prompt(chunk: usize) -> Vec<Vec<Piece>> {
-    let (mut turns, mut at) = (Vec::new(), 0);
+    let (mut steps, mut at) = (Vec::new(), 0);
     for (first, len) in ASKED {
         let stored = (at..first).step_by(1000).map(|start| Piece::stored(0, start, 1000.min(first - start)));
         let end = first + len;
-        let asked = (first..end).step_by(chunk).map(|start| Piece::given(0, start, chunk.min(end - start)));
-        turns.extend(stored.chain(asked).map(|piece| vec![piece]));
+        let evaluated =
+            (first..end).step_by(chunk).map(|start| Piece::given(0, start, chunk.min(end - start)));
+        steps.extend(stored.chain(evaluated).map(|piece| vec![piece]));
         at = end;
     }
-    turns
+    steps
 }
 
-/// The same with rows of other sequences before and behind those that are looked at.
-fn beside(mut turns: Vec<Vec<Piece>>) -> Vec<Vec<Piece>> {
-    let asked = turns.iter_mut().filter(|pieces| pieces[0].kind == Kind::Given);
-    for (i, pieces) in asked.enumerate() {
+/// Adds rows of other sequences before and after the evaluated rows.
+fn beside(mut steps: Vec<Vec<Piece>>) -> Vec<Vec<Piece>> {
+    let evaluated = steps.iter_mut().filter(|pieces| pieces[0].kind == Kind::Given);
+    for (i, pieces) in evaluated.enumerate() {
         pieces.insert(0, Piece::given(1, 2 * i, 2));
         pieces.extend([Piece::sink(5), Piece::given(2, 3 * i, 3)]);
     }
-    turns
+    steps
 }
 
-/// The same for an encoder's rows and those that look at what it made.
+/// Tests long encoder inputs: encoder self-attention and cross-attention.
 pub fn sources_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let look = |mask, table| Look { mask, table, ..Look::PLAIN };
-    let whole = |window| Mask::Whole { window };
+    let bidirectional = |window| Mask::Whole { window };
     let looks = [
-        look(whole(None), KvTable::Scratch),
-        Look { softcap: Some(2.0), reach: Some(521), ..look(whole(Some(520)), KvTable::Scratch) },
-        look(whole(None), KvTable::Cross),
-        // Of its rows, the last see nothing.
-        look(whole(Some(30)), KvTable::Cross),
-        look(whole(Some(700)), KvTable::Cross),
+        look(bidirectional(None), KvTable::Scratch),
+        Look { softcap: Some(2.0), reach: Some(521), ..look(bidirectional(Some(520)), KvTable::Scratch) },
+        look(bidirectional(None), KvTable::Cross),
+        // The last rows attend to nothing.
+        look(bidirectional(Some(30)), KvTable::Cross),
+        look(bidirectional(Some(700)), KvTable::Cross),
     ];
     for (look, ty) in looks.into_iter().zip(QuantType::cached()) {
         let case = Heads { ty, kv_heads: 1, heads: 2, k_dim: 12, v_dim: 17, scale: 0.8, look };
@@ -88,14 +90,14 @@ pub fn sources_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             vec![Piece::stored(LONG_SOURCE, 23, 1067)],
             vec![Piece::given(LONG_SOURCE, 1090, 45)],
         ];
-        let mut company = alone.clone();
-        company[0].insert(0, Piece::source(3));
-        company[1].extend([Piece::given(3, 0, 7), Piece::given(2, 0, 2)]);
-        company[3] = (1090..1135).map(|position| Piece::given(LONG_SOURCE, position, 1)).collect();
+        let mut mixed = alone.clone();
+        mixed[0].insert(0, Piece::source(3));
+        mixed[1].extend([Piece::given(3, 0, 7), Piece::given(2, 0, 2)]);
+        mixed[3] = (1090..1135).map(|position| Piece::given(LONG_SOURCE, position, 1)).collect();
         let mut oracle = Rig::new(Reference::new(), long_limits());
-        let want = case.of_oracle(&mut oracle, &company, Book::scattered(64));
+        let want = case.of_oracle(&mut oracle, &mixed, Book::scattered(64));
         let mut rig = Rig::new(make(), long_limits());
-        let got = case.on(&mut rig, &company, Book::scattered(64));
+        let got = case.on(&mut rig, &mixed, Book::scattered(64));
         assert_eq!(got.len(), want.len(), "{case:?}: rows");
         case.close(format_args!("{case:?}"), &got, &want, bounds);
         let alone = case.on(&mut rig, &alone, Book::contiguous(64));
@@ -103,38 +105,40 @@ pub fn sources_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     }
 }
 
-/// What a window does not let a row see enters nothing, be it NaN and in the middle of what is summed in one go.
+/// Tests that positions outside the window have no effect, even with NaN in the middle of a split.
 pub fn unseen_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for ty in QuantType::cached().filter(|ty| !ty.is_blocked()) {
         let look = causal(Some(700));
         let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 16, v_dim: 20, scale: 0.8, look };
         let mut rig = Rig::new(make(), long_limits());
-        let ask = |rig: &mut Rig<B>, kind: Kind| {
+        let run = |rig: &mut Rig<B>, kind: Kind| {
             let unseen =
                 [(0, 1000), (1000, 101)].map(|(start, len)| Piece { kind, ..Piece::stored(0, start, len) });
             let stored = unseen.into_iter().chain([Piece::stored(0, 1101, 99), Piece::stored(0, 1200, 600)]);
-            let asked = (0..4).map(|i| Piece::given(0, 1800 + i, 1)).chain([Piece::given(0, 1804, 20)]);
-            let turns: Vec<Vec<Piece>> = stored.chain(asked).map(|piece| vec![piece]).collect();
-            case.on(rig, &turns, Book::scattered(64))
+            let evaluated = (0..4).map(|i| Piece::given(0, 1800 + i, 1)).chain([Piece::given(0, 1804, 20)]);
+            let steps: Vec<Vec<Piece>> = stored.chain(evaluated).map(|piece| vec![piece]).collect();
+            case.on(rig, &steps, Book::scattered(64))
         };
-        // The first row looked at sees those from 1101 on, in the middle of a split and of a block.
-        let want = ask(&mut rig, Kind::Stored);
-        let got = ask(&mut rig, Kind::Poison);
+        // The first evaluated row attends to positions from 1101 on, in the middle of a split and of a block.
+        let want = run(&mut rig, Kind::Stored);
+        let got = run(&mut rig, Kind::Poison);
         same_answers(format_args!("{case:?}, NaN before the window"), &got, &want, bounds);
     }
 }
 
-/// Scores of minus infinity weigh nothing, even where all of a split are; where all are, there is no answer.
+/// Tests that scores of negative infinity have weight zero, even if all scores of a split are. If all scores
+/// are, the result is NaN.
 pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     const DIM: usize = 16;
     let ty = QuantType::F32;
     let look = Look::PLAIN;
     let case = Heads { ty, kv_heads: 1, heads: 1, k_dim: DIM, v_dim: DIM, scale: 1.0, look };
-    // 1290 rows, of which those in `small` weigh nothing, and half of the others give 1, half 3.
+    // 1290 rows: those in `small` have weight zero; half of the others have value 1, half 3.
     for small in [512..1024, 0..512, 0..1024, 512..1280, 3..1289, 0..1290] {
-        // Products of the least number are too small for F32; of infinity, for any.
-        let least = if small.len() == 1290 { f32::NEG_INFINITY } else { f32::MIN };
-        let key = |p: usize| if small.contains(&p) { least } else { 0.0 };
+        // Dot products of `f32::MIN` are negative infinity in F32, but not in every wider format; those of
+        // negative infinity always are.
+        let lowest = if small.len() == 1290 { f32::NEG_INFINITY } else { f32::MIN };
+        let key = |p: usize| if small.contains(&p) { lowest } else { 0.0 };
         let value = |p: usize| if small.contains(&p) { 1e6 } else { [1.0, 3.0][p % 2] };
         let mut rig = Rig::new(make(), long_limits());
         let (mut cache, mut book) = (case.cache(&mut rig), Book::scattered(64));
@@ -161,15 +165,16 @@ pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bound
     }
 }
 
-/// The bits of rows that see many splits: what must not differ between two backends that promise the same arithmetic.
+/// Returns the bits of rows that attend to many splits. Backends with the same arithmetic must give the same
+/// bits.
 pub fn split_bits<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
     let mut bits = Vec::new();
     for ty in QuantType::cached() {
         for look in [Look::PLAIN, causal(Some(700))] {
             let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 20, v_dim: 33, scale: 0.8, look };
             let mut rig = Rig::new(make(), long_limits());
-            for turns in [prompt(1), beside(prompt(25))] {
-                let answers = case.on(&mut rig, &turns, Book::scattered(64));
+            for steps in [prompt(1), beside(prompt(25))] {
+                let answers = case.on(&mut rig, &steps, Book::scattered(64));
                 bits.extend(answers.values().flatten().map(|value| value.to_bits()));
             }
         }

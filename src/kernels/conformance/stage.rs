@@ -1,4 +1,4 @@
-//! What the members of a stage make together, each on a thread of its own.
+//! Tests of the operations among the ranks of a stage, each on its own thread.
 
 use super::inputs::*;
 use super::rig::*;
@@ -7,57 +7,58 @@ use crate::collective::Aborted;
 use crate::collective::local::{Abort, LocalMember, stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Members of the stages here.
+/// Numbers of ranks.
 const MEMBERS: [usize; 3] = [1, 2, 3];
-/// Numbers that they exchange at a time: some sizes need several times.
+/// Numbers that ranks exchange in one round; some sizes need several rounds.
 const EXCHANGED: usize = 100;
 
-/// Does the same on every member of a stage; what each gives, by rank.
+/// Runs `work` on every rank of a stage; returns the results in rank order.
 fn together<B: Backend, T: Send>(
     make: &(impl Fn() -> B + Sync),
-    members: usize,
+    count: usize,
     work: impl Fn(&mut Rig<B>, usize) -> T + Sync,
 ) -> Vec<T> {
-    let one = |place: LocalMember| {
+    let run = |local: LocalMember| {
         let mut backend = make();
-        backend.join(Box::new(place));
-        let (rank, all) = backend.place();
-        assert_eq!(all, members, "members of the stage that was joined");
+        backend.join(Box::new(local));
+        let (rank, ranks) = backend.place();
+        assert_eq!(ranks, count, "ranks of the stage");
         work(&mut Rig::new(backend, limits(32)), rank)
     };
     std::thread::scope(|scope| {
-        let places = stage(members, EXCHANGED, &Abort::new()).into_iter();
-        let threads: Vec<_> = places.map(|place| scope.spawn(|| one(place))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a member's thread")).collect()
+        let locals = stage(count, EXCHANGED, &Abort::new()).into_iter();
+        let threads: Vec<_> = locals.map(|local| scope.spawn(|| run(local))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     })
 }
 
-/// Sums over a stage have the bits of an addition rank by rank, on every member.
+/// Tests that an all-reduce has the bits of an addition in rank order, on every rank.
 pub fn stage_sums<B: Backend>(make: &(impl Fn() -> B + Sync)) {
-    for members in MEMBERS {
+    for count in MEMBERS {
         let of = |rank: usize, n| scaled(30 + rank as u32, n, [1.0, 1e4, 1e-3][rank]);
-        let sums = together(make, members, |rig, rank| {
+        let sums = together(make, count, |rig, rank| {
             let sizes = sizes().map(|(rows, width)| {
                 let mut x = rig.put_mut(&of(rank, rows * width));
                 rig.backend.reduce(rows, width, &mut x);
-                rig.read(&x, rows * width, format_args!("sum of {rows} rows of {width} over {members}"))
+                rig.read(&x, rows * width, format_args!("sum of {rows} rows of {width} over {count}"))
             });
             sizes.collect::<Vec<_>>()
         });
         for (rank, sums) in sums.iter().enumerate() {
             for ((rows, width), got) in sizes().zip(sums) {
                 let mut want = of(0, rows * width);
-                for other in 1..members {
+                for other in 1..count {
                     want.iter_mut().zip(of(other, rows * width)).for_each(|(sum, term)| *sum += term);
                 }
-                let what = format_args!("sum of {rows} rows of {width} over {members} on {rank}");
+                let what = format_args!("sum of {rows} rows of {width} over {count} on {rank}");
                 same(what, got, &want, 0.0);
             }
         }
     }
 }
 
-/// What members have is put side by side row by row, also of those that have nothing; and each finds its own again.
+/// Tests that an all-gather concatenates the columns of all ranks, including ranks without columns, and that
+/// `copy_columns` extracts the own columns again.
 pub fn stage_gathers<B: Backend>(make: &(impl Fn() -> B + Sync)) {
     for widths in [&[5][..], &[1, 33], &[7, 0, 16], &[0, 300, 1], &[64, 64]] {
         together(make, widths.len(), |rig, rank| {
@@ -66,8 +67,9 @@ pub fn stage_gathers<B: Backend>(make: &(impl Fn() -> B + Sync)) {
     }
 }
 
+/// Tests one all-gather.
 fn gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], rank: usize) {
-    let what = format_args!("{rows} rows of {widths:?} put together on {rank}");
+    let what = format_args!("{rows} rows of {widths:?} gathered on {rank}");
     let of = |rank: usize| noise(40 + rank as u32, rows * widths[rank]);
     let width = widths.iter().sum::<usize>();
     let parts = (0..rows).flat_map(|row| (0..widths.len()).map(move |rank| (row, rank)));
@@ -83,9 +85,9 @@ fn gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], rank: u
     }
 }
 
-/// When a member is gone, the others leave their operation by an unwinding that says so.
+/// Tests that when a rank is dropped, operations of the others unwind with [`Aborted`].
 pub fn stage_given_up<B: Backend>(make: &(impl Fn() -> B + Sync)) {
-    let left = together(make, 3, |rig, rank| {
+    let payloads = together(make, 3, |rig, rank| {
         let mut x = rig.put_mut(&noise(50, 64));
         match rank {
             0 => None,
@@ -97,12 +99,15 @@ pub fn stage_given_up<B: Backend>(make: &(impl Fn() -> B + Sync)) {
             }
         }
     });
-    for (rank, left) in left.into_iter().enumerate().skip(1) {
-        assert!(left.is_some_and(|payload| payload.is::<Aborted>()), "member {rank} left by the wrong door");
+    for (rank, payload) in payloads.into_iter().enumerate().skip(1) {
+        assert!(
+            payload.is_some_and(|payload| payload.is::<Aborted>()),
+            "rank {rank} did not unwind with Aborted"
+        );
     }
 }
 
-/// Columns are taken as they are, from any place of a row.
+/// Tests that columns are copied unchanged, from any place of a row.
 pub fn columns<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     for (rows, width) in sizes() {

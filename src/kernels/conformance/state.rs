@@ -1,4 +1,4 @@
-//! Buffers, slots, and the rows that are wanted.
+//! Tests of buffers, slots and output rows.
 
 use super::inputs::*;
 use super::pieces::*;
@@ -7,12 +7,12 @@ use crate::backend::{Backend, KvTable};
 use crate::batch::{SampleMode, SampleRow, SlotMove, SpanStack, StepBatch, StepOutput, TableUpdate, Want};
 use crate::quant::QuantType;
 
-/// Fresh memory is zero, and what goes up comes down, at any offset.
+/// Tests that new buffers are zero, and that downloads return uploads, at any offset.
 pub fn buffers<B: Backend>(make: &impl Fn() -> B) {
     let mut backend = make();
     assert!(!backend.describe().is_empty());
     for len in [1, 3, 64, 4097, 1 << 20] {
-        let mut buf = backend.alloc(len).expect("room for a small buffer");
+        let mut buf = backend.alloc(len).expect("memory for a small buffer");
         let mut expected = vec![0u8; len];
         let mut got = vec![1u8; len];
         backend.download(&buf, 0, &mut got);
@@ -31,7 +31,8 @@ pub fn buffers<B: Backend>(make: &impl Fn() -> B) {
     }
 }
 
-/// The last token follows draws and moves, never scores and sinks; page tables follow updates and moves.
+/// Tests that the last token of a slot follows sampling and moves, but neither scoring nor holes; and that
+/// page tables follow updates and moves.
 pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     let width = 7;
@@ -46,7 +47,7 @@ pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
     samples[1] = scored(21);
     let out = rig.draw(&second, &[20, 30, 22, 23, 24, 25], &samples, &[]);
     let tokens: Vec<u32> = out.rows.iter().map(|row| row.token).collect();
-    assert_eq!(tokens, [20, 21, 22, 23, 24, 25], "tokens of a step of draws and a score");
+    assert_eq!(tokens, [20, 21, 22, 23, 24, 25], "tokens of a step that samples and scores");
 
     let move_to = |from, to| SlotMove { from, to };
     let third = [Piece::last(2, 2), Piece::last(7, 2), Piece::last(6, 2), Piece::last(3, 4)];
@@ -65,7 +66,7 @@ pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
     page_tables(&mut rig);
 }
 
-/// Own tables have 16 entries here, cross tables 4.
+/// Tests page tables. Own tables have 16 entries here, cross tables 4.
 fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     let (own, cross) = (KvTable::Own, KvTable::Cross);
     let update = |(slot, table, index, page)| TableUpdate { slot, table, index, page };
@@ -74,7 +75,7 @@ fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     let batch = || batch_of(&[Piece::sink(7)], Want::None, &mut Book::contiguous(32));
     rig.begin(StepBatch { tables, ..batch() });
     let moves = vec![SlotMove { from: 1, to: 2 }];
-    // Updates come after moves, so these are the target's.
+    // Updates are applied after moves, so these are for the target.
     let tables = [(2, own, 1, 33), (2, cross, 0, 34)].map(update).to_vec();
     rig.begin(StepBatch { moves, tables, ..batch() });
     let moved = [(2, own, 0, 8), (2, own, 1, 33), (2, own, 3, 4), (2, cross, 0, 34), (2, cross, 3, 5)];
@@ -84,29 +85,29 @@ fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     }
 }
 
-/// Spans of both stacks that want rows of every kind.
+/// Returns a batch with spans of both stacks and outputs of every kind.
 fn wishes() -> StepBatch {
-    let picked = |at, len| Want::Picked { at, len };
-    let wishes = [
-        (Piece::source(1), picked(3, 2)),
+    let selected = |at, len| Want::Picked { at, len };
+    let spans = [
+        (Piece::source(1), selected(3, 2)),
         (Piece::source(0), Want::Hidden),
         (Piece::given(3, 7, 5), Want::Last),
         (Piece::sink(1), Want::None),
-        (Piece::given(0, 0, 20), picked(0, 3)),
+        (Piece::given(0, 0, 20), selected(0, 3)),
         (Piece::last(2, 9), Want::All),
         (Piece::given(5, 0, 9), Want::Hidden),
     ];
-    let mut batch = batch_of(&wishes.map(|(piece, _)| piece), Want::None, &mut Book::scattered(32));
-    for (span, (_, want)) in batch.spans.iter_mut().zip(wishes) {
-        span.want = want;
+    let mut batch = batch_of(&spans.map(|(piece, _)| piece), Want::None, &mut Book::scattered(32));
+    for (span, (_, output)) in batch.spans.iter_mut().zip(spans) {
+        span.want = output;
     }
     batch.picks = vec![0, 7, 19, 3, 69];
     draw_all(&mut batch);
     batch
 }
 
-/// Blocks of the wanted rows come out as they are, whatever spans they belong to, stack by stack. Whichever stack was
-/// looked at last, a step begins with the decoder's rows.
+/// Tests that blocks of output rows are gathered unchanged, whatever spans they belong to, stack by stack;
+/// and that a step begins with the rows of the decoder, whichever stack was selected last.
 pub fn gather<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     for width in WIDTHS {
@@ -118,21 +119,21 @@ pub fn gather<B: Backend>(make: &impl Fn() -> B) {
     }
 }
 
-/// The current rows are that many, of which those are wanted.
-fn gather_of<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: usize, wanted: &[usize]) {
+/// Tests the gathering of output rows `outputs` among `rows` current rows.
+fn gather_of<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: usize, outputs: &[usize]) {
     let values = noise(3, rows * width);
     let x = rig.put(&values);
-    for range in [0..wanted.len(), 0..1, 1..wanted.len(), 1..1] {
+    for range in [0..outputs.len(), 0..1, 1..outputs.len(), 1..1] {
         let mut y = rig.output(range.len() * width);
         rig.backend.gather(range.clone(), width, &x, &mut y);
-        let what = format_args!("gather of wanted rows {range:?} of the {stack}, width {width}");
+        let what = format_args!("gather of output rows {range:?} of the {stack}, width {width}");
         let got = rig.read(&y, range.len() * width, what);
-        let rows = wanted[range.clone()].iter().flat_map(|row| &values[row * width..][..width]);
+        let rows = outputs[range.clone()].iter().flat_map(|row| &values[row * width..][..width]);
         same(what, &got, &rows.copied().collect::<Vec<f32>>(), 0.0);
     }
 }
 
-/// A stack's wanted rows have their own entries of the step's samples.
+/// Tests that the output rows of each stack have their own sampling parameters.
 pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     let score = |token| SampleRow { mode: SampleMode::Score(token), ..SampleRow::GREEDY };
@@ -148,7 +149,7 @@ pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
     }
 }
 
-/// Runs of rows are appended to the hidden states as they are.
+/// Tests that hidden states are appended unchanged.
 pub fn hidden<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     let width = 33;

@@ -1,4 +1,4 @@
-//! Non-linearities, element by element, and their product with a second input.
+//! Activation functions, element by element, and their product with a second input.
 //!
 //! Invariant: each row is computed by one thread, from that row alone.
 
@@ -7,7 +7,7 @@ use super::simd::{F32, Kernel, LANES, Level, Simd, exp, load_part, normal_tail, 
 use crate::backend::Activation;
 use std::marker::PhantomData;
 
-/// gate = act(gate) * up, both (rows, width); without `up`, gate = act(gate).
+/// Sets gate to act(gate) * up, both (rows, width); without `up`, to act(gate).
 pub fn activate(
     pool: &mut Pool,
     level: Level,
@@ -21,32 +21,33 @@ pub fn activate(
     });
 }
 
-/// The same of one row.
+/// Applies an activation to one row, like [`activate`].
 pub fn activate_row(level: Level, act: Activation, gate: &mut [f32], up: Option<&[f32]>) {
     with_function(act, Activate { level, gate, up });
 }
 
-/// x = cap * tanh(x / cap), (rows, width).
+/// Sets x (rows, width) to cap * tanh(x / cap).
 pub fn softcap(pool: &mut Pool, level: Level, width: usize, cap: f32, x: &mut [f32]) {
     pool.for_rows(x, width, |_, x| level.run(Cap { cap, x }));
 }
 
-/// x (rows, width) *= sigmoid(gate), for gate (rows).
+/// Multiplies x (rows, width) by sigmoid(gate), for gate (rows).
 pub fn gate_rows(pool: &mut Pool, level: Level, width: usize, gate: &[f32], x: &mut [f32]) {
     pool.for_rows(x, width, |row, x| level.run(Gate { gate: gate[row], x }));
 }
 
-/// An [`Activation`], as a type: a kernel is compiled for each.
+/// An [`Activation`] as a type: a kernel is compiled for each.
 trait Function: Sync {
-    /// Must be `#[inline(always)]`.
+    /// Applies the activation to each lane. Must be `#[inline(always)]`.
     fn of<S: Simd>(simd: S, x: S::V) -> S::V;
 }
 
-/// Something to be done for the [`Function`] that belongs to an activation known at run time.
+/// An operation that is generic over the [`ActivationFn`], which is known only at run time.
 trait ForFunction {
     fn run<F: Function>(self);
 }
 
+/// Calls `op` with the [`ActivationFn`] for `act`.
 fn with_function<O: ForFunction>(act: Activation, op: O) {
     match act {
         Activation::Relu => op.run::<Relu>(),
@@ -64,7 +65,7 @@ struct Relu;
 impl Function for Relu {
     #[inline(always)]
     fn of<S: Simd>(simd: S, x: S::V) -> S::V {
-        // In this order a NaN stays one.
+        // With this order of operands, NaN stays NaN.
         simd.max(simd.splat(0.0), x)
     }
 }
@@ -82,7 +83,7 @@ impl Function for SquaredRelu {
 struct Gelu;
 
 impl Function for Gelu {
-    /// x Φ(x) = max(x, 0) - |x| (1 - Φ(|x|)), which cancels nowhere. Beyond 16 the tail is zero.
+    /// Computes x Φ(x) = max(x, 0) - |x| (1 - Φ(|x|)), which has no cancellation. Beyond 16 the tail is zero.
     #[inline(always)]
     fn of<S: Simd>(simd: S, x: S::V) -> S::V {
         let magnitude = simd.min(simd.splat(16.0), simd.max(x, simd.sub(simd.splat(0.0), x)));
@@ -94,7 +95,7 @@ impl Function for Gelu {
 struct GeluTanh;
 
 impl Function for GeluTanh {
-    /// (1 + tanh y) / 2 = sigmoid(2y), for y = √(2/π) (x + 0.044715 x³).
+    /// Uses (1 + tanh y) / 2 = sigmoid(2y), for y = √(2/π) (x + 0.044715 x³).
     #[inline(always)]
     fn of<S: Simd>(simd: S, x: S::V) -> S::V {
         const TWICE: f64 = 2.0 * 0.797_884_560_802_865_4;
@@ -131,12 +132,13 @@ impl Function for Tanh {
     }
 }
 
-/// x * sigmoid(y) = x / (1 + e^-y).
+/// Returns x * sigmoid(y), computed as x / (1 + e^-y).
 #[inline(always)]
 fn times_sigmoid<S: Simd>(simd: S, x: S::V, y: S::V) -> S::V {
     simd.div(x, simd.add(simd.splat(1.0), exp(simd, simd.sub(simd.splat(0.0), y))))
 }
 
+/// Applies an activation to one row, multiplied by `up` if given.
 struct Activate<'a> {
     level: Level,
     gate: &'a mut [f32],
@@ -153,6 +155,7 @@ impl ForFunction for Activate<'_> {
     }
 }
 
+/// Kernel for gate = F(gate) * up, one row.
 struct Gated<'a, F> {
     gate: &'a mut [f32],
     up: &'a [f32],
@@ -176,6 +179,7 @@ impl<F: Function> Kernel for Gated<'_, F> {
     }
 }
 
+/// Kernel for x = F(x), one row.
 struct Plain<'a, F> {
     x: &'a mut [f32],
     f: PhantomData<F>,
@@ -194,12 +198,13 @@ impl<F: Function> Kernel for Plain<'_, F> {
     }
 }
 
+/// Kernel for x = cap * tanh(x / cap), one row.
 struct Cap<'a> {
     cap: f32,
     x: &'a mut [f32],
 }
 
-/// cap * tanh(x / cap).
+/// Returns cap * tanh(x / cap) in each lane.
 #[inline(always)]
 pub fn capped<S: Simd>(simd: S, cap: S::V, x: S::V) -> S::V {
     simd.mul(cap, tanh(simd, simd.div(x, cap)))
@@ -219,6 +224,7 @@ impl Kernel for Cap<'_> {
     }
 }
 
+/// Kernel for x *= sigmoid(gate), one row.
 struct Gate<'a> {
     gate: f32,
     x: &'a mut [f32],

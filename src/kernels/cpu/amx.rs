@@ -1,7 +1,8 @@
-//! AMX: products of tiles, 16 rows by 16 outs (Intel's Advanced Matrix Extensions).
+//! AMX (Intel's Advanced Matrix Extensions): products of tiles, 16 rows by 16 outputs.
 //!
-//! Eight registers of 16 rows of 64 bytes. Rust has no stable names for its instructions yet, so they are written out.
-//! Invariant: tiles hold something only while a [`Tiles`] or a [`CodeTiles`] lives, on its thread.
+//! AMX has eight tile registers of 16 rows of 64 bytes. Rust has no stable intrinsics for its instructions
+//! yet, so they are written in assembly.
+//! Invariant: tile registers are in use only while a [`Bf16Tiles`] or an [`Int8Tiles`] lives, on its thread.
 
 #![allow(unsafe_code)]
 
@@ -9,36 +10,40 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __get_cpuid_max, _xgetbv};
 use std::marker::PhantomData;
 
-/// Rows of a register, at most.
+/// Maximum number of rows of a register.
 pub const ROWS: usize = 16;
 /// Bytes of a register's row.
 pub const ROW_BYTES: usize = 64;
 
-/// Which registers are for sums (2, 2), for rows of the input (2), and for outs (2).
+/// Registers for sums (2, 2).
 pub const SUMS: [[u8; 2]; 2] = [[0, 1], [2, 3]];
+/// Registers for tiles of the input.
 const INPUTS: [usize; 2] = [4, 5];
+/// Registers for panels of the weight.
 const WEIGHTS: [usize; 2] = [6, 7];
 
-/// Proof that this CPU has AMX with BF16 and bytes, and AVX-512, and that the system lets this process use it.
+/// Proof that this CPU has AMX with BF16 and int8, and AVX-512, and that the operating system lets this
+/// process use it.
 #[derive(Clone, Copy)]
 pub struct Amx(());
 
 impl Amx {
-    /// The proof, if there is one.
+    /// Returns the proof if AMX is available, after requesting permission from the operating system.
     pub fn new() -> Option<Amx> {
         (is_x86_feature_detected!("avx512f") && is_there() && is_granted()).then_some(Amx(()))
     }
 }
 
-/// Whether the CPU has tiles and their products of BF16 and of bytes, and the system saves them with a thread's other registers.
+/// Returns whether the CPU has tiles and their products of BF16 and of int8, and the operating system saves
+/// the tiles on a context switch.
 fn is_there() -> bool {
     const BF16: u32 = 1 << 22;
     const TILE: u32 = 1 << 24;
     const INT8: u32 = 1 << 25;
     const STATE: u64 = 0b11 << 17;
     const OSXSAVE: u32 = 1 << 27;
-    // SAFETY: `cpuid` is part of x86-64; its leaf 7 is asked for only where there is one, and `xgetbv` only where the system
-    // has switched it on.
+    // SAFETY: `cpuid` is part of x86-64; its leaf 7 is read only if it exists, and `xgetbv` is executed only
+    // if the operating system has enabled it.
     unsafe {
         let (largest, _) = __get_cpuid_max(0);
         if largest < 7 || __cpuid_count(1, 0).ecx & OSXSAVE == 0 {
@@ -48,20 +53,25 @@ fn is_there() -> bool {
     }
 }
 
+/// Returns the register that states which processor state the operating system saves.
+///
+/// # Safety
+/// * The operating system has enabled `xgetbv` (OSXSAVE).
 #[target_feature(enable = "xsave")]
 unsafe fn xcr0() -> u64 {
-    // SAFETY: the caller has found it switched on.
+    // SAFETY: the caller has checked that `xgetbv` is enabled.
     unsafe { _xgetbv(0) }
 }
 
-/// Asks Linux for the right to use tiles, which it grants to a process for all its threads (`arch_prctl`, ARCH_REQ_XCOMP_PERM).
+/// Requests permission from Linux to use tiles, which it grants to a process for all its threads
+/// (`arch_prctl`, ARCH_REQ_XCOMP_PERM). Returns whether it was granted.
 #[cfg(target_os = "linux")]
 fn is_granted() -> bool {
     const ARCH_PRCTL: i64 = 158;
     const REQUEST: u64 = 0x1023;
     const TILE_DATA: u64 = 18;
     let result: i64;
-    // SAFETY: the call reads and writes no memory of ours; the kernel changes rax, rcx and r11 only.
+    // SAFETY: the call reads and writes no memory of this process; the kernel changes rax, rcx and r11 only.
     unsafe {
         asm!(
             "syscall",
@@ -81,13 +91,15 @@ fn is_granted() -> bool {
     false
 }
 
-/// The registers, set up on this thread until this is dropped: sums of up to 2 x 16 rows with 2 x 16 outs.
+/// Tile registers for BF16, configured on this thread until this is dropped: sums of up to 2 x 16 rows with 2
+/// x 16 outputs.
 pub struct Tiles {
-    /// Tiles belong to a thread.
+    /// Not `Send`: tile registers belong to a thread.
     thread: PhantomData<*const ()>,
 }
 
-/// How large the registers are. One of no rows is not set up, and not used.
+/// Operand of `ldtilecfg`: the sizes of the tile registers. A register with no rows is not configured, and
+/// must not be used.
 #[repr(C, align(64))]
 struct Setup {
     palette: u8,
@@ -102,27 +114,34 @@ impl Setup {
         Setup { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
     }
 
+    /// Sets the size of a register.
     fn set(&mut self, register: usize, rows: usize, row_bytes: usize) {
-        assert!(rows <= ROWS && row_bytes <= ROW_BYTES, "registers have up to {ROWS} rows; this is a bug");
+        assert!(
+            rows <= ROWS && row_bytes <= ROW_BYTES,
+            "registers have up to {ROWS} rows of {ROW_BYTES} bytes; this is a bug"
+        );
         (self.row_bytes[register], self.rows[register]) =
             if rows == 0 { (0, 0) } else { (row_bytes as u16, rows as u8) };
     }
 
+    /// Configures the tile registers of this thread.
+    ///
     /// # Safety
     /// * An [`Amx`] exists.
     unsafe fn load(&self) {
-        // SAFETY: so the instruction does; what `set` allows is valid.
+        // SAFETY: the caller guarantees that the instruction exists; the sizes that `set` allows are valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) self, options(nostack, readonly)) };
     }
 }
 
 impl Tiles {
-    /// Registers for `rows` rows of the two tiles of an input, up to 16 each, of which the first has some. All are zero.
+    /// Configures registers for `rows` rows of the two tiles of an input, up to 16 each; the first must have
+    /// rows. All registers are zero.
     ///
     /// # Safety
-    /// * No other tiles are set up on this thread.
+    /// * No other tiles are configured on this thread.
     pub unsafe fn new(_: Amx, rows: [usize; 2]) -> Tiles {
-        assert!(rows[0] > 0, "there are rows; this is a bug");
+        assert!(rows[0] > 0, "the first tile has rows; this is a bug");
         let mut setup = Setup::new();
         for (tile, rows) in rows.into_iter().enumerate() {
             setup.set(INPUTS[tile], rows, ROW_BYTES);
@@ -137,17 +156,17 @@ impl Tiles {
     /// Sets sums to zero.
     ///
     /// # Safety
-    /// * The register was set up: its tile has rows.
+    /// * The register is configured: its tile has rows.
     #[inline(always)]
     pub unsafe fn zero<const REGISTER: u8>(&mut self) {
         // SAFETY: `self` proves the instruction; the rest is the caller's promise.
         unsafe { asm!("tilezero tmm{r}", r = const REGISTER, options(nostack, nomem)) };
     }
 
-    /// Input tile 0 or 1: rows of 64 bytes, one after another.
+    /// Loads input tile 0 or 1: contiguous rows of 64 bytes.
     ///
     /// # Safety
-    /// * As many rows as it was set up for can be read at `at`.
+    /// * As many rows as the register is configured for can be read at `at`.
     #[inline(always)]
     pub unsafe fn input<const TILE: usize>(&mut self, at: *const u8) {
         // SAFETY: the caller's promise.
@@ -157,25 +176,25 @@ impl Tiles {
         }
     }
 
-    /// Weights of strip 0 or 1: 16 rows of 64 bytes, one after another.
+    /// Loads the weights of panel 0 or 1: 16 contiguous rows of 64 bytes.
     ///
     /// # Safety
     /// * They can be read at `at`.
     #[inline(always)]
-    pub unsafe fn weights<const STRIP: usize>(&mut self, at: *const u8) {
+    pub unsafe fn weights<const PANEL: usize>(&mut self, at: *const u8) {
         // SAFETY: the caller's promise.
-        match STRIP {
+        match PANEL {
             0 => unsafe { load::<{ WEIGHTS[0] as u8 }>(at, ROW_BYTES) },
             _ => unsafe { load::<{ WEIGHTS[1] as u8 }>(at, ROW_BYTES) },
         }
     }
 
-    /// Adds the products of BF16 pairs of an input tile and a strip to their sums.
+    /// Adds the products of the BF16 pairs of an input tile and a panel to their sums.
     #[inline(always)]
-    pub fn multiply<const TILE: usize, const STRIP: usize>(&mut self) {
-        // SAFETY: `self` proves the instruction, and that the registers are set up.
+    pub fn multiply<const TILE: usize, const PANEL: usize>(&mut self) {
+        // SAFETY: `self` proves the instruction, and that the registers are configured.
         unsafe {
-            match (TILE, STRIP) {
+            match (TILE, PANEL) {
                 (0, 0) => multiply::<0, 4, 6>(),
                 (0, _) => multiply::<1, 4, 7>(),
                 (_, 0) => multiply::<2, 5, 6>(),
@@ -184,7 +203,7 @@ impl Tiles {
         }
     }
 
-    /// Writes sums (rows, 16) whose rows lie `stride` bytes apart.
+    /// Stores sums (rows, 16) with rows `stride` bytes apart.
     ///
     /// # Safety
     /// * They can be written at `to`.
@@ -197,43 +216,48 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: it was set up on this thread.
+        // SAFETY: the registers were configured on this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
 
-/// The registers, set up on this thread until this is dropped: four times the sums of up to 16 rows with 16 outs, of products
-/// of bytes with sign.
+/// Tile registers for int8, configured on this thread until this is dropped: four sets of sums of up to 16
+/// rows with 16 outputs, of products of signed bytes.
 pub struct CodeTiles {
-    /// Tiles belong to a thread.
+    /// Not `Send`: tile registers belong to a thread.
     thread: PhantomData<*const ()>,
 }
 
 impl CodeTiles {
-    /// Registers for `rows` rows of `columns` columns, a multiple of four.
+    /// Configures registers for `rows` rows of `columns` columns, a multiple of four.
     ///
     /// # Safety
-    /// * No other tiles are set up on this thread.
+    /// * No other tiles are configured on this thread.
     pub unsafe fn new(_: Amx, rows: usize, columns: usize) -> CodeTiles {
-        assert!(rows > 0 && columns > 0 && columns.is_multiple_of(4), "there are some; this is a bug");
+        assert!(
+            rows > 0 && columns > 0 && columns.is_multiple_of(4),
+            "rows and columns are valid; this is a bug"
+        );
         let mut setup = Setup::new();
         (0..4).for_each(|sums| setup.set(sums, rows, ROW_BYTES));
         INPUTS.into_iter().for_each(|register| setup.set(register, rows, columns));
-        // Four columns of 16 outs are a row.
+        // Four columns of 16 outputs form a row.
         WEIGHTS.into_iter().for_each(|register| setup.set(register, columns / 4, ROW_BYTES));
         // SAFETY: an `Amx` exists.
         unsafe { setup.load() };
         CodeTiles { thread: PhantomData }
     }
 
-    /// Sums number `SUMS`, below four, are those of rows that lie `stride` bytes apart, and of weights one after another.
+    /// Sets sums number `SUMS`, below four, to the products of input rows that lie `stride` bytes apart and
+    /// contiguous weights.
     ///
     /// # Safety
-    /// * Rows and weights can be read.
+    /// * Input rows and weights can be read.
     #[inline(always)]
     pub unsafe fn multiply<const SUMS: u8>(&mut self, input: *const u8, stride: usize, weights: *const u8) {
-        const { assert!(SUMS < 4, "there are four sums") };
-        // SAFETY: `self` proves the instructions, and that the registers are set up; the rest is the caller's promise.
+        const { assert!(SUMS < 4, "there are four sets of sums") };
+        // SAFETY: `self` proves the instructions, and that the registers are configured; the rest is the
+        // caller's promise.
         unsafe {
             asm!("tilezero tmm{r}", r = const SUMS, options(nostack, nomem));
             match SUMS % 2 {
@@ -250,11 +274,12 @@ impl CodeTiles {
         self.add::<SUMS>();
     }
 
-    /// Adds to sums number `SUMS` the products of the rows and weights that were multiplied last for sums as even, or as odd.
+    /// Adds products to sums number `SUMS`: those of the input rows and weights that were last loaded for
+    /// sums of the same parity.
     #[inline(always)]
     pub fn add<const SUMS: u8>(&mut self) {
-        const { assert!(SUMS < 4, "there are four sums") };
-        // SAFETY: `self` proves the instruction, and that the registers are set up.
+        const { assert!(SUMS < 4, "there are four sets of sums") };
+        // SAFETY: `self` proves the instruction, and that the registers are configured.
         unsafe {
             match SUMS % 2 {
                 0 => asm!("tdpbssd tmm{r}, tmm4, tmm6", r = const SUMS, options(nostack, nomem)),
@@ -263,13 +288,13 @@ impl CodeTiles {
         }
     }
 
-    /// Writes sums (rows, 16).
+    /// Stores contiguous sums (rows, 16).
     ///
     /// # Safety
     /// * They can be written at `to`.
     #[inline(always)]
     pub unsafe fn store<const SUMS: u8>(&self, to: *mut i32) {
-        const { assert!(SUMS < 4, "there are four sums") };
+        const { assert!(SUMS < 4, "there are four sets of sums") };
         // SAFETY: the caller's promise.
         unsafe { store::<SUMS>(to.cast(), ROW_BYTES) };
     }
@@ -277,13 +302,15 @@ impl CodeTiles {
 
 impl Drop for CodeTiles {
     fn drop(&mut self) {
-        // SAFETY: it was set up on this thread.
+        // SAFETY: the registers were configured on this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
 
+/// Stores a tile register with rows `stride` bytes apart.
+///
 /// # Safety
-/// * Tiles are set up, and the register's rows can be written at `to`.
+/// * Tiles are configured, and the register's rows can be written at `to`.
 #[inline(always)]
 unsafe fn store<const REGISTER: u8>(to: *mut u8, stride: usize) {
     // SAFETY: the caller's promise.
@@ -293,8 +320,10 @@ unsafe fn store<const REGISTER: u8>(to: *mut u8, stride: usize) {
     };
 }
 
+/// Loads a tile register from rows `stride` bytes apart.
+///
 /// # Safety
-/// * Tiles are set up, and the register's rows can be read at `at`.
+/// * Tiles are configured, and the register's rows can be read at `at`.
 #[inline(always)]
 unsafe fn load<const REGISTER: u8>(at: *const u8, stride: usize) {
     // SAFETY: the caller's promise.
@@ -304,8 +333,10 @@ unsafe fn load<const REGISTER: u8>(at: *const u8, stride: usize) {
     };
 }
 
+/// Adds the products of the BF16 pairs of two registers to a third.
+///
 /// # Safety
-/// * Tiles are set up.
+/// * Tiles are configured.
 #[inline(always)]
 unsafe fn multiply<const SUMS: u8, const INPUT: u8, const WEIGHTS: u8>() {
     // SAFETY: the caller's promise.

@@ -1,9 +1,10 @@
-//! What this machine can do at most: how fast its memory is read, and how fast it multiplies.
+//! Roofline measurement: how fast this machine reads memory and how fast it multiplies.
 //!
-//! Kernels can come near these figures and hardly above them: of reading a little, for they ask for memory ahead, and plain
-//! reading does not. They are measured with the same threads and instructions, so a share of them says how well a kernel does,
-//! whatever else the machine is doing.
-//! Invariant: sums are used, and their operands unknown to the compiler, so nothing is left out.
+//! Kernels can come close to these rates but hardly exceed them. (Reading can slightly, since kernels
+//! prefetch and plain reading does not.) The rates are measured with the same threads and instructions as the
+//! kernels use, so a kernel's fraction of them shows its efficiency even when the machine is otherwise
+//! loaded.
+//! Invariant: results are used and operands are unknown to the compiler, so no work is optimized away.
 
 #![allow(unsafe_code)]
 
@@ -17,42 +18,44 @@ use crate::host::HostBuf;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// The most sums of any instruction set.
+/// Largest number of accumulators of any instruction set.
 const SUMS_MAX: usize = 12;
-/// Multiplications of each sum, each time.
+/// Multiplications of each accumulator per measurement.
 const TIMES: usize = 100_000;
-/// Of so many measurements the best counts: a thread that wakes late makes one too low, and nothing too high.
+/// Number of measurements, of which the best counts: a thread that wakes late lowers one, and nothing raises
+/// one.
 const TRIES: usize = 5;
-/// Bytes that an item reads.
+/// Bytes that a work item reads.
 const ITEM: usize = 1 << 21;
 
-/// What was measured, of all threads together.
+/// Measured peak rates of all threads together.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Ceilings {
-    /// Bytes of memory read in a second, one after another, from huge pages where the system grants them.
+    /// Memory bandwidth: bytes read per second, sequentially, from huge pages where the system grants them.
     pub read: f64,
-    /// Operations (multiplications and additions) in a second of F32.
+    /// F32 operations (multiplications and additions) per second.
     pub f32: f64,
-    /// Of codes of 8 bits.
+    /// Int8 operations per second.
+    #[serde(rename = "codes")]
     pub codes: f64,
-    /// Of BF16; those of F32 where there are no instructions for it.
+    /// BF16 operations per second; equal to `f32` where the CPU has no BF16 instructions.
     pub bf16: f64,
 }
 
-/// Memory to read: more than any cache holds.
+/// Measures the roofline. Owns the memory that is read, which should exceed every cache.
 pub struct Meter {
     memory: HostBuf,
 }
 
 impl Meter {
-    /// Of `bytes` bytes of memory.
+    /// Creates a meter that reads `bytes` bytes of memory.
     pub fn new(bytes: usize) -> Result<Meter, DeviceError> {
         let mut memory = HostBuf::zeroed(bytes.next_multiple_of(ITEM))?;
         memory.bytes_mut().fill(1);
         Ok(Meter { memory })
     }
 
-    /// Measures once: some hundredths of a second.
+    /// Measures once, which takes some hundredths of a second.
     pub fn measure(&self, cpu: &mut CpuBackend) -> Ceilings {
         let threads = cpu.pool.threads();
         let level = cpu.level;
@@ -74,7 +77,7 @@ impl Meter {
         };
         let sums = level.run(Sums);
         let f32 = rate(TIMES * sums * LANES * 2, &|| level.run(MultiplyAdd));
-        let codes = match cpu.dots {
+        let int8 = match cpu.dots {
             #[cfg(target_arch = "x86_64")]
             Some(Dots::Amx(amx)) => {
                 rate(AMX_TIMES * 4 * amx::ROWS * LANES * amx::ROW_BYTES * 2, &|| multiply_codes(amx))
@@ -83,13 +86,13 @@ impl Meter {
         };
         let bf16 = match cpu.dots {
             None => f32,
-            Some(dots) => rate(operations_of(dots), &|| multiply_halves(dots)),
+            Some(isa) => rate(operations_of(isa), &|| multiply_halves(isa)),
         };
-        Ceilings { read, f32, codes, bf16 }
+        Ceilings { read, f32, codes: int8, bf16 }
     }
 }
 
-/// Reads all bytes.
+/// Kernel that reads all bytes.
 struct Read<'a> {
     bytes: &'a [u8],
 }
@@ -102,7 +105,7 @@ impl IntKernel for Read<'_> {
         let mut sums = [simd.no_bytes(); 4];
         for four in self.bytes.chunks_exact(4 * BYTES) {
             for (i, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: 64 bytes of the four times 64.
+                // SAFETY: `four` holds four times 64 bytes.
                 let bytes = unsafe { simd.bytes(four.as_ptr().add(i * BYTES)) };
                 *sum = simd.over(*sum, bytes, 0);
             }
@@ -117,7 +120,7 @@ impl IntKernel for Read<'_> {
     }
 }
 
-/// How many sums an instruction set has.
+/// Kernel that returns the number of accumulators of the instruction set.
 struct Sums;
 
 impl Kernel for Sums {
@@ -129,6 +132,7 @@ impl Kernel for Sums {
     }
 }
 
+/// Kernel that multiplies and adds F32 numbers without reading memory.
 struct MultiplyAdd;
 
 impl Kernel for MultiplyAdd {
@@ -151,6 +155,7 @@ impl Kernel for MultiplyAdd {
     }
 }
 
+/// Kernel that computes int8 dot products without reading memory.
 struct Dot;
 
 impl IntKernel for Dot {
@@ -159,7 +164,7 @@ impl IntKernel for Dot {
     #[inline(always)]
     fn run<S: Ints>(self, simd: S) {
         let bytes = black_box([1u8; BYTES]);
-        // SAFETY: 64 bytes, and four of them.
+        // SAFETY: `bytes` holds 64 bytes, of which `word` reads four.
         let (w, x) = unsafe { (simd.bytes(bytes.as_ptr()), simd.word(bytes.as_ptr())) };
         let mut sums = [simd.zero(); SUMS_MAX];
         for _ in 0..TIMES {
@@ -175,9 +180,9 @@ impl IntKernel for Dot {
     }
 }
 
-/// Operations of [`multiply_halves`].
-fn operations_of(dots: Dots) -> usize {
-    match dots {
+/// Returns the number of operations of [`multiply_bf16`].
+fn operations_of(isa: Dots) -> usize {
+    match isa {
         #[cfg(target_arch = "x86_64")]
         Dots::Amx(_) => AMX_TIMES * 4 * amx::ROWS * LANES * 32 * 2,
         #[cfg(target_arch = "x86_64")]
@@ -185,15 +190,15 @@ fn operations_of(dots: Dots) -> usize {
     }
 }
 
-/// Tiles multiply so much at once that fewer times will do.
+/// Iterations with AMX, which multiplies so much at once that fewer are enough.
 #[cfg(target_arch = "x86_64")]
 const AMX_TIMES: usize = TIMES / 16;
 
-fn multiply_halves(dots: Dots) {
-    match dots {
+fn multiply_halves(isa: Dots) {
+    match isa {
         #[cfg(target_arch = "x86_64")]
         Dots::Amx(amx) => {
-            // SAFETY: nothing else on this thread has tiles now.
+            // SAFETY: no other tiles are set up on this thread.
             let mut registers = unsafe { amx::Tiles::new(amx, [amx::ROWS; 2]) };
             for _ in 0..AMX_TIMES {
                 registers.multiply::<0, 0>();
@@ -211,7 +216,7 @@ fn multiply_halves(dots: Dots) {
 
 #[cfg(target_arch = "x86_64")]
 fn multiply_codes(amx: amx::Amx) {
-    // SAFETY: nothing else on this thread has tiles now.
+    // SAFETY: no other tiles are set up on this thread.
     let mut registers = unsafe { amx::CodeTiles::new(amx, amx::ROWS, amx::ROW_BYTES) };
     for _ in 0..AMX_TIMES {
         registers.add::<0>();

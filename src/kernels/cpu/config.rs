@@ -1,13 +1,14 @@
-//! What a CPU device is made of: threads and an instruction set.
+//! Configuration of a CPU device: threads, instruction set and activation precision.
 //!
-//! Invariant: plain data; whether this CPU has the set is found out when the device is made.
+//! Invariant: plain data. Whether this CPU supports the instruction set is checked when the device is
+//! created.
 
 use crate::quant::Inputs;
 
-/// How to make a [`CpuBackend`].
+/// Configuration of a [`CpuBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuConfig {
-    /// Threads that work on a step, the driving one counted; at least 1.
+    /// Number of threads that work on a step, including the calling thread; at least 1.
     pub threads: usize,
     pub isa: Isa,
     pub inputs: Inputs,
@@ -16,22 +17,23 @@ pub struct CpuConfig {
 /// An instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
-    /// The best this CPU has.
+    /// The best instruction set that this CPU supports.
     Auto,
-    /// What AVX-512 has, and AMX for products of BF16.
+    /// Everything of `Avx512`, and AMX for int8 and BF16 GEMMs.
     Amx,
-    /// AVX-512F and BW, with what AVX2 needs; VNNI, VBMI and BF16 where they are there.
+    /// AVX-512 F and BW and everything of `Avx2`; also VNNI, VBMI and BF16 where the CPU has them.
     Avx512,
-    /// The same without what is newer, as the first CPUs have it.
+    /// `Avx512` without VNNI, VBMI and BF16, as on the first CPUs with AVX-512.
     Avx512F,
     /// AVX2, FMA and F16C.
     Avx2,
-    /// Nothing in particular. Its products are not fused, so its bits differ from the others'.
+    /// No particular instruction set. It has no fused multiply-add, so its results differ in bits from those
+    /// of the others.
     Portable,
 }
 
 impl Isa {
-    /// All of them, the best first behind `Auto`.
+    /// All instruction sets: `Auto`, then from best to worst.
     pub const ALL: [Isa; 6] = [Isa::Auto, Isa::Amx, Isa::Avx512, Isa::Avx512F, Isa::Avx2, Isa::Portable];
 
     /// The name used in configuration and logs.

@@ -1,21 +1,23 @@
-//! Products x · wᵀ, for x (rows, in) in F32 and w (out, in) in any number format.
+//! F32 GEMM: x · wᵀ, for x (m, k) in F32 and w (n, k) in any number format.
 //!
-//! Each element is one sum in 16 lanes: lane i adds the products of columns i, i + 16, i + 32, ... in this
-//! order, each fused; then the lanes are added as [`Simd::sum`] does. Columns beyond the last are zero.
-//! Everything else is arrangement, and departs from a plain loop for these reasons:
+//! Each output element is one sum in 16 lanes: lane i adds the products of columns i, i + 16, i + 32, ... in
+//! this order, each with a fused multiply-add; then the lanes are added as [`Simd::sum`] does. Columns beyond
+//! the last are zero. Everything else is loop order and data layout, and departs from a plain loop for these
+//! reasons:
 //!
-//! 1. x is packed: rows in tiles of R, within a tile 16 columns of one row after 16 of the next. A tile is
-//!    read in one run, whatever its rows' distance, and needs no special end.
-//! 2. Few rows: the weights stream from memory into the products, several outs at a time, so that there are
-//!    enough independent sums and enough open memory streams. A second tile finds them in the cache, and
-//!    converting them again costs less than storing them converted.
-//! 3. More rows: a panel of outs is converted to F32 once, packed as x is, and kept in the second-level
-//!    cache while all tiles of x pass by. R x O sums stay in registers.
-//! 4. Of a format that vectors cannot be read from, a run of outs is first written out in F32, row by row.
-//! 5. The columns are cut where one tile of x and O rows of the panel fit the first-level cache. Sums of
-//!    later columns go on where those of earlier ones ended, so the cut does not show in the result.
+//! 1. x is packed in tiles of R rows; within a tile, 16 columns of one row are followed by 16 of the next. A
+//!    tile is read contiguously, whatever the stride of its rows, and needs no special case at its end.
+//! 2. For few rows, the weights stream from memory into the multiply-adds, several outputs at a time, so that
+//!    there are enough independent sums and enough open memory streams. A second tile finds the weights in
+//!    the cache, and converting them again costs less than storing them converted.
+//! 3. For more rows, an F32 panel of outputs is converted to F32 once, packed like x, and kept in the
+//!    second-level cache while all tiles of x are multiplied with it. R x O sums stay in registers.
+//! 4. If SIMD loads cannot decode a format, a range of outputs is first dequantized to F32, row by row.
+//! 5. The columns are split into slices such that one tile of x and O rows of the panel fit the first-level
+//!    cache. Sums of a later slice continue from those of the earlier ones, so the slices do not change the
+//!    result.
 //!
-//! Invariant: R, O, the panels and the cuts decide only when a product is added, never in which order.
+//! Invariant: R, O, the panels and the slices decide only when a product is added, never in which order.
 
 #![allow(unsafe_code)]
 
@@ -27,28 +29,30 @@ use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
 
-/// Vectors of columns between two cuts.
+/// Vectors of columns in one slice.
 const CUT: usize = 32;
-/// F32 numbers of a panel: half of a second-level cache of 2 MiB.
+/// F32 numbers of an F32 panel: half of a second-level cache of 2 MiB.
 const PANEL: usize = 256 * 1024;
-/// Outs of a panel.
+/// Outputs of an F32 panel.
 const PANEL_OUTS: usize = 48;
-/// Rows of the largest tile, outs of the largest: what scratch is made for.
+/// Rows and outputs of the largest tile, which the scratch is sized for.
 const TILE_ROWS_MAX: usize = 8;
 const TILE_OUTS_MAX: usize = 3;
-/// Bytes of weights that a streaming item takes.
+/// Bytes of weights that a streaming work item takes.
 const STREAM_BYTES: usize = 128 * 1024;
-/// Outs of a streaming item come in multiples of this, which all tiles' outs divide.
+/// The number of outputs of a streaming work item is a multiple of this, which the number of outputs of every
+/// tile divides.
 const STREAM_OUTS: usize = 24;
-/// Up to this many rows, weights stream.
+/// Largest number of rows for which the weights stream.
 const STREAM_ROWS: usize = 16;
 
-/// Buffers that grow with the limits and the widest weight, and not during steps.
+/// Buffers of the F32 GEMM. Their size follows from the step limits and the widest weight; they do not grow
+/// during steps.
 pub struct MatmulScratch {
-    /// (rows, in) packed.
+    /// The packed input (m, k).
     x: HostBuf,
-    /// For each thread: the converted panel, then the sums of a tile of rows with all outs of the panel, then the
-    /// outs that are written out, if there are any.
+    /// For each thread: the converted panel, then the sums of a tile of rows with all outputs of the panel,
+    /// then the dequantized outputs, if there are any.
     panels: HostBuf,
     panel_len: usize,
     written_len: usize,
@@ -57,15 +61,10 @@ pub struct MatmulScratch {
 const SUMS: usize = TILE_ROWS_MAX * PANEL_OUTS * LANES;
 
 impl MatmulScratch {
-    /// Room for `rows` rows of `inp` columns on `threads` threads; `written` columns of outs that must be written out, 0
-    /// without such.
-    pub fn new(
-        rows: usize,
-        inp: usize,
-        written: usize,
-        threads: usize,
-    ) -> Result<MatmulScratch, DeviceError> {
-        let padded = inp.next_multiple_of(LANES);
+    /// Allocates scratch for `rows` rows of `k` columns on `threads` threads. `written` is the largest number
+    /// of columns of a weight that must be dequantized first, 0 without such weights.
+    pub fn new(rows: usize, k: usize, written: usize, threads: usize) -> Result<MatmulScratch, DeviceError> {
+        let padded = k.next_multiple_of(LANES);
         let panel_len = PANEL.max(TILE_OUTS_MAX * padded);
         let written_len = if written == 0 { 0 } else { PANEL.max(STREAM_OUTS * written) };
         let each = panel_len + SUMS + written_len;
@@ -77,24 +76,24 @@ impl MatmulScratch {
         })
     }
 
-    /// Packs rows: for each tile (steps, tile rows, 16), zero beyond the last column.
-    pub fn pack(&mut self, pool: &mut Pool, level: Level, source: &Source, rooms: &Rooms) -> Plain<'_> {
+    /// Packs the input: for each tile (steps, tile rows, 16), zero beyond the last column.
+    pub fn pack(&mut self, pool: &mut Pool, level: Level, input: &Source, buffers: &Rooms) -> Plain<'_> {
         let (tile_rows, tile_outs) = level.run(TileSize);
-        let (tiles, steps) = (Tiles::new(source.rows, tile_rows), source.inp.div_ceil(LANES));
-        let x = &mut self.x.f32_mut()[..source.rows * steps * LANES];
+        let (tiles, steps) = (Tiles::new(input.rows, tile_rows), input.inp.div_ceil(LANES));
+        let x = &mut self.x.f32_mut()[..input.rows * steps * LANES];
         let packed = Parts::new(&mut *x);
-        source.for_each(pool, level, &tiles, rooms, |rows, r, numbers| {
+        input.for_each(pool, level, &tiles, buffers, |rows, r, values| {
             // SAFETY: each tile belongs to one item.
             let to = unsafe { packed.part(rows.start * steps * LANES..rows.end * steps * LANES) };
-            pack_row(numbers, r, rows.len(), to);
+            pack_row(values, r, rows.len(), to);
         });
         let (panel_len, written_len) = (self.panel_len, self.written_len);
         let scratch = Parts::new(self.panels.f32_mut());
-        Plain { level, tiles, tile_outs, steps, rows: source.rows, x, scratch, panel_len, written_len }
+        Plain { level, tiles, tile_outs, steps, rows: input.rows, x, scratch, panel_len, written_len }
     }
 }
 
-/// Rows and outs of a level's largest tile.
+/// Kernel that returns the rows and outputs of the instruction set's largest tile.
 struct TileSize;
 
 impl Kernel for TileSize {
@@ -119,12 +118,12 @@ fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
     }
 }
 
-/// Packed rows, and each thread's scratch.
+/// A packed F32 input, and the scratch of each thread.
 pub struct Plain<'a> {
     level: Level,
     tiles: Tiles,
     tile_outs: usize,
-    /// Vectors of columns.
+    /// Number of vectors of columns.
     steps: usize,
     rows: usize,
     x: &'a [f32],
@@ -138,7 +137,7 @@ impl Plain<'_> {
         self.rows <= STREAM_ROWS
     }
 
-    /// Outs that a panel has room for.
+    /// Returns the number of outputs of `w` that fit the scratch.
     fn fits(&self, w: &Weight<HostBuf>) -> usize {
         let panel = self.panel_len / (self.steps * LANES) / self.tile_outs * self.tile_outs;
         match (w.ty.is_blocked(), self.streams()) {
@@ -151,24 +150,24 @@ impl Plain<'_> {
 }
 
 impl Packed for Plain<'_> {
-    fn outs_each(&self, w: &Weight<HostBuf>, most: usize) -> usize {
+    fn outs_each(&self, w: &Weight<HostBuf>, max: usize) -> usize {
         let tile = if self.streams() { STREAM_OUTS } else { self.tile_outs };
         let wanted = match !w.ty.is_blocked() && self.streams() {
             true => STREAM_BYTES / (w.buf.len() / w.out).clamp(1, STREAM_BYTES),
             false => PANEL_OUTS,
         };
-        wanted.min(most).next_multiple_of(tile).min(self.fits(w))
+        wanted.min(max).next_multiple_of(tile).min(self.fits(w))
     }
 
-    fn multiply(&self, worker: usize, product: &Product, outs: Range<usize>) {
+    fn multiply(&self, worker: usize, gemm: &Product, outputs: Range<usize>) {
         let each = self.panel_len + SUMS + self.written_len;
         // SAFETY: each worker has its own scratch and is in one item at a time.
         let scratch = unsafe { self.scratch.part(worker * each..(worker + 1) * each) };
-        self.level.run(Item { rows: self, product, outs, scratch });
+        self.level.run(Item { rows: self, product: gemm, outs: outputs, scratch });
     }
 }
 
-/// All rows with some outs.
+/// A work item: all rows with a range of outputs.
 struct Item<'a> {
     rows: &'a Plain<'a>,
     product: &'a Product<'a>,
@@ -189,17 +188,19 @@ impl Kernel for Item<'_> {
 }
 
 impl Item<'_> {
-    /// Writes the outs out in F32, and goes on with these.
+    /// Dequantizes the outputs to F32 and multiplies with these.
     fn write_out<S: Simd>(self, simd: S) {
-        let Item { rows, product, outs, scratch } = self;
-        let w = product.w;
-        let (scratch, written) = scratch.split_at_mut(rows.panel_len + SUMS);
-        let (written, stored) = (&mut written[..outs.len() * w.inp], w.buf.len() / w.out);
-        w.ty.dequantize(&w.buf.bytes()[outs.start * stored..outs.end * stored], written);
-        Outs::<F32> { w: written, first: outs.start, rows, product }.multiply(simd, outs, scratch);
+        let Item { rows: input, product: gemm, outs: outputs, scratch } = self;
+        let w = gemm.w;
+        let (scratch, written) = scratch.split_at_mut(input.panel_len + SUMS);
+        let (written, stored) = (&mut written[..outputs.len() * w.inp], w.buf.len() / w.out);
+        w.ty.dequantize(&w.buf.bytes()[outputs.start * stored..outputs.end * stored], written);
+        Outs::<F32> { w: written, first: outputs.start, rows: input, product: gemm }
+            .multiply(simd, outputs, scratch);
     }
 }
 
+/// Runs a work item for the number format of its weight.
 struct Typed<'a, S> {
     item: Item<'a>,
     simd: S,
@@ -209,16 +210,16 @@ impl<S: Simd> ForCode for Typed<'_, S> {
     type Out = ();
 
     fn run<W: Code>(self) {
-        let Item { rows, product, outs, scratch } = self.item;
-        let w = &W::of(&product.w.buf)[..product.w.out * product.w.inp];
-        let scratch = &mut scratch[..rows.panel_len + SUMS];
-        Outs::<W> { w, first: 0, rows, product }.multiply(self.simd, outs, scratch);
+        let Item { rows: input, product: gemm, outs: outputs, scratch } = self.item;
+        let w = &W::of(&gemm.w.buf)[..gemm.w.out * gemm.w.inp];
+        let scratch = &mut scratch[..input.panel_len + SUMS];
+        Outs::<W> { w, first: 0, rows: input, product: gemm }.multiply(self.simd, outputs, scratch);
     }
 }
 
-/// Outs of a weight, and the rows they are multiplied with.
+/// A range of outputs of a weight, and the input they are multiplied with.
 struct Outs<'a, W: Code> {
-    /// (outs from `first` on, inp).
+    /// (outputs from `first` on, k).
     w: &'a [W::Raw],
     first: usize,
     rows: &'a Plain<'a>,
@@ -234,66 +235,66 @@ impl<W: Code> Outs<'_, W> {
         self.product.w.inp
     }
 
-    /// x of a tile's rows: (steps, tile rows, 16).
+    /// Returns the input of a tile's rows: (steps, tile rows, 16).
     fn tile(&self, rows: &Range<usize>) -> &[f32] {
         let row = self.rows.steps * LANES;
         &self.rows.x[rows.start * row..rows.end * row]
     }
 
-    fn multiply<S: Simd>(&self, simd: S, outs: Range<usize>, scratch: &mut [f32]) {
+    fn multiply<S: Simd>(&self, simd: S, outputs: Range<usize>, scratch: &mut [f32]) {
         if self.rows.streams() {
             let tiles = &self.rows.tiles;
-            (0..tiles.count()).for_each(|tile| self.stream(simd, tiles.rows_of(tile), outs.clone()));
+            (0..tiles.count()).for_each(|tile| self.stream(simd, tiles.rows_of(tile), outputs.clone()));
             return;
         }
         let (w, sums) = scratch.split_at_mut(self.rows.panel_len);
-        let panel = Panel { product: self, outs, w, sums };
+        let panel = Panel { product: self, outs: outputs, w, sums };
         match S::TILE_OUTS {
             2 => panel.run::<S, 2>(simd),
             _ => panel.run::<S, 3>(simd),
         }
     }
 
-    /// Outs side by side: as many as leave registers for the sums.
-    fn stream<S: Simd>(&self, simd: S, rows: Range<usize>, outs: Range<usize>) {
-        let product = self;
-        // One within the other, so that only what a set uses is compiled for it.
+    /// Multiplies one tile of rows with as many outputs at a time as leave registers for the sums.
+    fn stream<S: Simd>(&self, simd: S, rows: Range<usize>, outputs: Range<usize>) {
+        let weights = self;
+        // The matches are nested so that only the sizes an instruction set uses are compiled for it.
         match S::TILE_OUTS {
             2 => match rows.len() {
                 0 => {}
-                1 => simd.call(Stream::<W, 1, 4> { product, rows, outs }),
-                2 => simd.call(Stream::<W, 2, 2> { product, rows, outs }),
-                3 => simd.call(Stream::<W, 3, 2> { product, rows, outs }),
+                1 => simd.call(Stream::<W, 1, 4> { product: weights, rows, outs: outputs }),
+                2 => simd.call(Stream::<W, 2, 2> { product: weights, rows, outs: outputs }),
+                3 => simd.call(Stream::<W, 3, 2> { product: weights, rows, outs: outputs }),
                 rows => unreachable!("no tile has {rows} rows; this is a bug"),
             },
             _ => match rows.len() {
                 0 => {}
-                1 => simd.call(Stream::<W, 1, 8> { product, rows, outs }),
-                2 => simd.call(Stream::<W, 2, 8> { product, rows, outs }),
-                3 => simd.call(Stream::<W, 3, 6> { product, rows, outs }),
-                4 => simd.call(Stream::<W, 4, 6> { product, rows, outs }),
-                5 => simd.call(Stream::<W, 5, 4> { product, rows, outs }),
-                6 => simd.call(Stream::<W, 6, 4> { product, rows, outs }),
-                7 => simd.call(Stream::<W, 7, 3> { product, rows, outs }),
-                8 => simd.call(Stream::<W, 8, 3> { product, rows, outs }),
+                1 => simd.call(Stream::<W, 1, 8> { product: weights, rows, outs: outputs }),
+                2 => simd.call(Stream::<W, 2, 8> { product: weights, rows, outs: outputs }),
+                3 => simd.call(Stream::<W, 3, 6> { product: weights, rows, outs: outputs }),
+                4 => simd.call(Stream::<W, 4, 6> { product: weights, rows, outs: outputs }),
+                5 => simd.call(Stream::<W, 5, 4> { product: weights, rows, outs: outputs }),
+                6 => simd.call(Stream::<W, 6, 4> { product: weights, rows, outs: outputs }),
+                7 => simd.call(Stream::<W, 7, 3> { product: weights, rows, outs: outputs }),
+                8 => simd.call(Stream::<W, 8, 3> { product: weights, rows, outs: outputs }),
                 rows => unreachable!("no tile has {rows} rows; this is a bug"),
             },
         }
     }
 
-    /// What is stored of out number `out`.
+    /// Returns the stored weights of one output.
     #[inline(always)]
-    fn row(&self, out: usize) -> &[W::Raw] {
-        &self.w[(out - self.first) * self.inp()..][..self.inp()]
+    fn row(&self, output: usize) -> &[W::Raw] {
+        &self.w[(output - self.first) * self.inp()..][..self.inp()]
     }
 
-    /// The last vector of out number `out`, which is not whole.
+    /// Returns the last, incomplete vector of one output.
     #[inline(always)]
-    fn rest<S: Simd>(&self, simd: S, out: usize) -> S::V {
-        load_part::<S, W>(simd, &self.row(out)[self.inp() / LANES * LANES..])
+    fn rest<S: Simd>(&self, simd: S, output: usize) -> S::V {
+        load_part::<S, W>(simd, &self.row(output)[self.inp() / LANES * LANES..])
     }
 
-    /// Writes the sums of the `count` first of O outs, from `first` on, of one row.
+    /// Writes the sums of the first `count` of O outputs, starting with output `first`, of one row.
     #[inline(always)]
     fn put<S: Simd, const O: usize>(
         &self,
@@ -309,13 +310,13 @@ impl<W: Code> Outs<'_, W> {
             four[..some].copy_from_slice(&sums[at..at + some]);
             let four = simd.sum4(four);
             let four = &four[..four.len().min(count - at)];
-            // SAFETY: an out belongs to one item, so no other thread has it.
+            // SAFETY: an output belongs to one work item, so no other thread writes it.
             unsafe { self.product.put(row, first + at, four) };
         }
     }
 }
 
-/// A tile of R rows with a run of outs, O at a time, straight from the stored weights.
+/// Kernel: a tile of R rows with a range of outputs, O at a time, directly from the stored weights.
 struct Stream<'a, W: Code, const R: usize, const O: usize> {
     product: &'a Outs<'a, W>,
     rows: Range<usize>,
@@ -327,66 +328,66 @@ impl<W: Code, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let product = self.product;
-        let x = product.tile(&self.rows);
+        let weights = self.product;
+        let x = weights.tile(&self.rows);
         let (x, _) = x.as_chunks::<LANES>().0.as_chunks::<R>();
-        let (whole, last) = x.split_at(product.inp() / LANES);
+        let (whole, last) = x.split_at(weights.inp() / LANES);
         for first in self.outs.clone().step_by(O) {
-            // Outs beyond the last repeat it; their sums are not stored.
-            let mut outs = [0; O];
-            let mut w = [product.w.as_ptr(); O];
+            // Outputs beyond the last repeat it; their sums are not stored.
+            let mut outputs = [0; O];
+            let mut w = [weights.w.as_ptr(); O];
             for o in 0..O {
-                outs[o] = (first + o).min(product.weight().out - 1);
-                w[o] = w[o].wrapping_add((outs[o] - product.first) * product.inp());
+                outputs[o] = (first + o).min(weights.weight().out - 1);
+                w[o] = w[o].wrapping_add((outputs[o] - weights.first) * weights.inp());
             }
             let mut sums = [[simd.splat(0.0); O]; R];
             for (step, x) in whole.iter().enumerate() {
-                let mut out = [simd.splat(0.0); O];
+                let mut ws = [simd.splat(0.0); O];
                 for o in 0..O {
-                    prefetch(w[o].wrapping_add(step * LANES + O * product.inp()));
-                    // SAFETY: `w[o]` is the out's row of `product.w`, and whole vectors lie within it.
-                    out[o] = W::load(simd, unsafe { &*w[o].add(step * LANES).cast() });
+                    prefetch(w[o].wrapping_add(step * LANES + O * weights.inp()));
+                    // SAFETY: `w[o]` is the output's row of `weights.w`, and whole vectors lie within it.
+                    ws[o] = W::load(simd, unsafe { &*w[o].add(step * LANES).cast() });
                 }
-                add_products(simd, x, &out, &mut sums);
+                add_products(simd, x, &ws, &mut sums);
             }
             for x in last {
-                let mut out = [simd.splat(0.0); O];
+                let mut ws = [simd.splat(0.0); O];
                 for o in 0..O {
-                    out[o] = product.rest(simd, outs[o]);
+                    ws[o] = weights.rest(simd, outputs[o]);
                 }
-                add_products(simd, x, &out, &mut sums);
+                add_products(simd, x, &ws, &mut sums);
             }
             let count = O.min(self.outs.end - first);
             for (r, sums) in sums.iter().enumerate() {
-                product.put(simd, self.rows.start + r, first, sums, count);
+                weights.put(simd, self.rows.start + r, first, sums, count);
             }
         }
     }
 }
 
-/// sums (R, O) += the products of one vector of each row and one of each out.
+/// Adds the products of one vector of each row and one of each output to sums (R, O).
 #[inline(always)]
 fn add_products<S: Simd, const R: usize, const O: usize>(
     simd: S,
     x: &[[f32; LANES]; R],
-    out: &[S::V; O],
+    ws: &[S::V; O],
     sums: &mut [[S::V; O]; R],
 ) {
     for r in 0..R {
         let x = simd.load(&x[r]);
         for o in 0..O {
-            sums[r][o] = simd.mul_add(x, out[o], sums[r][o]);
+            sums[r][o] = simd.mul_add(x, ws[o], sums[r][o]);
         }
     }
 }
 
-/// All rows with a run of outs, through a converted panel.
+/// All rows with a range of outputs, by way of a converted F32 panel.
 struct Panel<'a, W: Code> {
     product: &'a Outs<'a, W>,
     outs: Range<usize>,
-    /// Converted: (cuts, tiles of outs, steps, O, 16).
+    /// The converted weights: (slices, tiles of outputs, steps, O, 16).
     w: &'a mut [f32],
-    /// (tiles of outs, tile rows, O, 16).
+    /// (tiles of outputs, tile rows, O, 16).
     sums: &'a mut [f32],
 }
 
@@ -406,7 +407,7 @@ impl<W: Code> Panel<'_, W> {
         }
     }
 
-    /// One tile of rows with one of outs, over the columns of `steps`.
+    /// Multiplies one tile of rows with one tile of outputs, over the columns of `steps`.
     fn multiply<S: Simd, const O: usize>(
         &mut self,
         simd: S,
@@ -440,11 +441,12 @@ impl<W: Code> Panel<'_, W> {
     }
 }
 
-/// Converts O outs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the last out.
+/// Kernel: converts O outputs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the
+/// last output.
 struct Convert<'a, W: Code, const O: usize> {
     product: &'a Outs<'a, W>,
     first: usize,
-    /// Outs of the panel: how far the next one is.
+    /// Number of outputs of the panel, which is the distance to the next panel.
     panel: usize,
     steps: &'a Range<usize>,
     w: &'a mut [f32],
@@ -455,24 +457,25 @@ impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let product = self.product;
+        let weights = self.product;
         let (w, _) = self.w.as_chunks_mut::<LANES>();
-        let whole = self.steps.start..self.steps.end.min(product.inp() / LANES);
-        // What this thread reads next of the same out: the columns after the cut, or, at the end of the
-        // row, the first ones of the next panel. In pieces.
-        let ahead = match self.steps.end < product.rows.steps {
+        let whole = self.steps.start..self.steps.end.min(weights.inp() / LANES);
+        // Distance to the weights of the same output that this thread reads next: the columns after this
+        // slice or, at the end of the row, the first columns of the next panel. Prefetched a vector at a
+        // time.
+        let ahead = match self.steps.end < weights.rows.steps {
             true => CUT * LANES,
-            false => self.panel * product.inp() - self.steps.start * LANES,
+            false => self.panel * weights.inp() - self.steps.start * LANES,
         };
         for o in 0..O {
-            let out = self.first + o;
-            if out >= product.weight().out {
+            let output = self.first + o;
+            if output >= weights.weight().out {
                 for i in 0..self.steps.len() {
                     w[i * O + o] = [0.0; LANES];
                 }
                 continue;
             }
-            let row = product.row(out).as_ptr();
+            let row = weights.row(output).as_ptr();
             for step in whole.clone() {
                 prefetch(row.wrapping_add(step * LANES + ahead));
                 // SAFETY: `row` is a whole row, and whole vectors lie within it.
@@ -480,13 +483,13 @@ impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
                 simd.store(vector, &mut w[(step - whole.start) * O + o]);
             }
             if whole.end < self.steps.end {
-                simd.store(product.rest(simd, out), &mut w[(whole.end - whole.start) * O + o]);
+                simd.store(weights.rest(simd, output), &mut w[(whole.end - whole.start) * O + o]);
             }
         }
     }
 }
 
-/// sums (R, O, 16) += the products of x (steps, R, 16) and w (steps, O, 16).
+/// Micro-kernel: adds the products of x (steps, R, 16) and w (steps, O, 16) to sums (R, O, 16).
 struct Micro<'a, const R: usize, const O: usize> {
     x: &'a [f32],
     w: &'a [f32],
@@ -508,11 +511,11 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
             }
         }
         for (x, w) in x.as_chunks::<R>().0.iter().zip(w.as_chunks::<O>().0) {
-            let mut out = [simd.splat(0.0); O];
+            let mut ws = [simd.splat(0.0); O];
             for o in 0..O {
-                out[o] = simd.load(&w[o]);
+                ws[o] = simd.load(&w[o]);
             }
-            add_products(simd, x, &out, &mut sums);
+            add_products(simd, x, &ws, &mut sums);
         }
         for r in 0..R {
             for o in 0..O {
@@ -522,7 +525,7 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
     }
 }
 
-/// Adds the lanes of the sums of a tile of rows with all outs of the panel, and writes y.
+/// Kernel: reduces the lanes of the sums of a tile of rows with all outputs of the panel, and writes y.
 struct Finish<'a, 'b, W: Code, const O: usize> {
     panel: &'a Panel<'b, W>,
     rows: Range<usize>,
@@ -539,8 +542,8 @@ impl<W: Code, const O: usize> Kernel for Finish<'_, '_, W, O> {
             for first in (0..panel.outs.len()).step_by(4) {
                 let mut four = [simd.splat(0.0); 4];
                 let count = four.len().min(panel.outs.len() - first);
-                for (out, v) in (first..).zip(&mut four[..count]) {
-                    *v = simd.load(&sums[(out / O * rows + r) * O + out % O]);
+                for (i, v) in (first..).zip(&mut four[..count]) {
+                    *v = simd.load(&sums[(i / O * rows + r) * O + i % O]);
                 }
                 panel.product.put(simd, self.rows.start + r, panel.outs.start + first, &four, count);
             }

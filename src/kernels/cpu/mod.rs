@@ -1,8 +1,8 @@
-//! The CPU backend: vector kernels on a pool of threads, over buffers in host memory.
+//! The CPU backend: SIMD kernels that run on a thread pool, over buffers in host memory.
 //!
-//! This file is the list of operations; what they do is in the files named below, in reading order.
-//! Invariant: what an operation computes depends neither on the number of threads nor, among instruction sets
-//! with fused multiply-add, on the instruction set; and no step allocates.
+//! This file implements [`Backend`] by dispatching to the modules named below, listed in reading order.
+//! Invariant: the result of an operation depends neither on the number of threads nor, among instruction sets
+//! with fused multiply-add, on the instruction set. No step allocates.
 
 mod config;
 
@@ -48,40 +48,43 @@ use source::{Of, Source};
 use std::ops::Range;
 use step::Step;
 
-/// Bytes of a weight that one thread copies at a time.
+/// Bytes of a weight that one work item copies during an upload.
 const UPLOAD_BYTES: usize = 1 << 22;
 
-/// The CPU as a device.
+/// The backend that computes on the CPU.
 pub struct CpuBackend {
     level: Level,
     pool: Pool,
     stage: Stage,
     step: Option<Step>,
     sampling: Option<SampleScratch>,
-    inputs: Inputs,
+    activation_precision: Inputs,
     dots: Option<Dots>,
-    products: Option<Products>,
-    attention: Option<HostBuf>,
-    moe: Option<MoeScratch>,
+    gemm_scratch: Option<Products>,
+    attention_scratch: Option<HostBuf>,
+    moe_scratch: Option<MoeScratch>,
     sizes: Sizes,
 }
 
-/// What the scratch buffers are made for: rows of a step, the widest weights, the widest heads, the largest mixture.
+/// Dimensions that the scratch buffers are sized for: the rows of a step, the widest weights, the widest
+/// attention heads and the largest mixture of experts.
 #[derive(Clone, Copy, Default)]
 struct Sizes {
     rows: usize,
     widths: Widths,
-    /// Numbers of attention's scratch for each thread, by the cache and by the positions.
+    /// Attention scratch per thread, in F32 numbers: one part depends on the KV cache, one on the number of
+    /// positions.
     attention: usize,
     sparse: usize,
-    /// Numbers of a partial result of attention, by the cache, and how many there may be, by the positions.
+    /// F32 numbers of one partial result of attention (depends on the cache), and the number of partial
+    /// results (depends on the positions).
     partial: usize,
     partials: usize,
     moe: MoeSizes,
 }
 
 impl Sizes {
-    /// Enough for both.
+    /// Returns sizes that are large enough for both.
     fn max(self, other: Sizes) -> Sizes {
         Sizes {
             rows: self.rows.max(other.rows),
@@ -94,21 +97,25 @@ impl Sizes {
         }
     }
 
-    /// F32 numbers of attention's scratch.
+    /// Returns the length of the attention scratch, in F32 numbers.
     fn attention_len(&self, threads: usize) -> usize {
         threads * (self.attention + self.sparse) + self.partials * self.partial
     }
 }
 
 impl CpuBackend {
-    /// Starts the threads. Fails without any, or when the CPU lacks the instruction set asked for.
+    /// Starts the worker threads.
+    ///
+    /// Fails when the configuration has no threads or the CPU lacks the requested instruction set.
     pub fn new(config: CpuConfig) -> Result<CpuBackend, DeviceError> {
         if config.threads == 0 {
             return Err(DeviceError::Unsupported("a CPU device needs at least one thread".into()));
         }
-        let dots = Dots::new(config.isa);
-        if config.isa == Isa::Amx && dots.is_none() {
-            return Err(DeviceError::Unsupported("this CPU, or its system, has no amx".into()));
+        let bf16_isa = Dots::new(config.isa);
+        if config.isa == Isa::Amx && bf16_isa.is_none() {
+            return Err(DeviceError::Unsupported(
+                "this CPU or its operating system does not support amx".into(),
+            ));
         }
         Ok(CpuBackend {
             level: Level::new(config.isa)?,
@@ -116,11 +123,15 @@ impl CpuBackend {
             stage: Stage::default(),
             step: None,
             sampling: None,
-            inputs: if dots.is_some() { config.inputs.with_halves() } else { config.inputs },
-            dots,
-            products: None,
-            attention: None,
-            moe: None,
+            activation_precision: if bf16_isa.is_some() {
+                config.inputs.with_halves()
+            } else {
+                config.inputs
+            },
+            dots: bf16_isa,
+            gemm_scratch: None,
+            attention_scratch: None,
+            moe_scratch: None,
             sizes: Sizes::default(),
         })
     }
@@ -139,7 +150,8 @@ impl CpuBackend {
         self.step.as_ref().expect(UNPREPARED)
     }
 
-    /// Makes scratch anew where it has become too small. Before `prepare` has told the rows, sizes are only noted.
+    /// Reallocates the scratch buffers that are too small for `to`. Before `prepare` has set the number of
+    /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: Sizes) -> Result<(), DeviceError> {
         let from = self.sizes;
         let sizes = from.max(to);
@@ -148,30 +160,35 @@ impl CpuBackend {
             return Ok(());
         }
         let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
-        if self.products.is_none() || more_rows || sizes.widths != from.widths {
-            self.products = Some(Products::new((self.inputs, self.dots), sizes.rows, sizes.widths, threads)?);
+        if self.gemm_scratch.is_none() || more_rows || sizes.widths != from.widths {
+            self.gemm_scratch = Some(Products::new(
+                (self.activation_precision, self.dots),
+                sizes.rows,
+                sizes.widths,
+                threads,
+            )?);
         }
         let attention = sizes.attention_len(threads);
-        if self.attention.is_none() || attention > from.attention_len(threads) {
-            self.attention = Some(HostBuf::zeroed(attention * size_of::<f32>())?);
+        if self.attention_scratch.is_none() || attention > from.attention_len(threads) {
+            self.attention_scratch = Some(HostBuf::zeroed(attention * size_of::<f32>())?);
         }
         let has_moe = sizes.moe != MoeSizes::default();
-        if has_moe && (self.moe.is_none() || more_rows || sizes.moe != from.moe) {
-            self.moe = Some(MoeScratch::new(sizes.rows, sizes.moe)?);
+        if has_moe && (self.moe_scratch.is_none() || more_rows || sizes.moe != from.moe) {
+            self.moe_scratch = Some(MoeScratch::new(sizes.rows, sizes.moe)?);
         }
         Ok(())
     }
 }
 
-const UNPREPARED: &str = "prepare comes before the first step; this is a bug";
+const UNPREPARED: &str = "prepare must be called before the first step; this is a bug";
 
-/// A product as threads take it.
-fn taken<'a>(product: &'a mut Product<HostBuf>, rows: usize) -> products::Product<'a> {
-    let to = match &mut product.to {
+/// Converts a backend GEMM to the form that the kernels' threads use.
+fn taken<'a>(gemm: &'a mut Product<HostBuf>, rows: usize) -> products::Product<'a> {
+    let to = match &mut gemm.to {
         To::Set(y) => (products::To::Set, &mut **y),
         To::Add { x, .. } => (products::To::Add, &mut **x),
     };
-    products::Product::new(product.w, product.bias, to, rows)
+    products::Product::new(gemm.w, gemm.bias, to, rows)
 }
 
 impl Backend for CpuBackend {
@@ -187,7 +204,7 @@ impl Backend for CpuBackend {
     }
 
     fn inputs(&self) -> Inputs {
-        self.inputs
+        self.activation_precision
     }
 
     fn join(&mut self, stage: Box<dyn Collective>) {
@@ -213,29 +230,32 @@ impl Backend for CpuBackend {
     fn upload_weight(
         &mut self,
         ty: QuantType,
-        out: usize,
-        inp: usize,
+        n: usize,
+        k: usize,
         bytes: &[u8],
     ) -> Result<Weight<HostBuf>, DeviceError> {
-        let expected = ty.bytes(inp).and_then(|row| row.checked_mul(out));
-        assert_eq!(Some(bytes.len()), expected, "{ty} codes of a {out} x {inp} matrix");
-        self.grow_scratch(Sizes { widths: Widths::of(self.inputs, ty, inp), ..Sizes::default() })?;
-        let mut buf = HostBuf::zeroed(self.weight_bytes(ty, out, inp))?;
-        match ty.operand(self.inputs) {
-            Operand::Codes => packed::pack(&mut self.pool, ty, (out, inp), bytes, &mut buf),
-            Operand::Bf16 => halves::pack(&mut self.pool, (out, inp), bytes, &mut buf),
+        let expected = ty.bytes(k).and_then(|row| row.checked_mul(n));
+        assert_eq!(Some(bytes.len()), expected, "size of a {n} x {k} matrix of {ty}");
+        self.grow_scratch(Sizes {
+            widths: Widths::of(self.activation_precision, ty, k),
+            ..Sizes::default()
+        })?;
+        let mut buf = HostBuf::zeroed(self.weight_bytes(ty, n, k))?;
+        match ty.operand(self.activation_precision) {
+            Operand::Codes => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
+            Operand::Bf16 => halves::pack(&mut self.pool, (n, k), bytes, &mut buf),
             Operand::F32 => self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
                 to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
             }),
         }
-        Ok(Weight { buf, ty, out, inp })
+        Ok(Weight { buf, ty, out: n, inp: k })
     }
 
-    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize {
-        match ty.operand(self.inputs) {
-            Operand::Codes => packed::packed_bytes(ty, out, inp).expect("it has codes; this is a bug"),
-            Operand::Bf16 => halves::packed_bytes(out, inp),
-            Operand::F32 => ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out,
+    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
+        match ty.operand(self.activation_precision) {
+            Operand::Codes => packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug"),
+            Operand::Bf16 => halves::packed_bytes(n, k),
+            Operand::F32 => ty.bytes(k).expect("rows are whole blocks; this is a bug") * n,
         }
     }
 
@@ -276,13 +296,13 @@ impl Backend for CpuBackend {
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
-        rows::embed(&mut self.pool, step, (self.inputs, table), first, x);
+        rows::embed(&mut self.pool, step, (self.activation_precision, table), first, x);
     }
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(UNPREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
-        rows::embed_positions(&mut self.pool, step, (self.inputs, table), offset, x);
+        rows::embed_positions(&mut self.pool, step, (self.activation_precision, table), offset, x);
     }
 
     fn matmul(
@@ -296,26 +316,27 @@ impl Backend for CpuBackend {
         self.products(rows, Factor::Given(x), &mut [Product { w, bias, to: To::Set(y) }]);
     }
 
-    fn products(&mut self, rows: usize, factor: Factor<HostBuf>, products: &mut [Product<HostBuf>]) {
+    fn products(&mut self, rows: usize, input: Factor<HostBuf>, gemms: &mut [Product<HostBuf>]) {
         assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
-        let Some(inp) = products.first().map(|product| product.w.inp) else { return };
-        let factor = match factor {
-            Factor::Given(_) => factor,
-            made if source::is_made_apart(rows, inp, self.pool.threads()) => {
-                Factor::Given(made.made(self, rows, inp))
+        let Some(k) = gemms.first().map(|gemm| gemm.w.inp) else { return };
+        let input = match input {
+            Factor::Given(_) => input,
+            computed if source::is_made_apart(rows, k, self.pool.threads()) => {
+                Factor::Given(computed.made(self, rows, k))
             }
-            made => made,
+            computed => computed,
         };
-        let of = match factor {
+        let values = match input {
             Factor::Given(x) => Of::Given(x.f32()),
             Factor::Normed { norm, x, .. } => Of::Normed(norm, x.f32()),
             Factor::Activated { act, gate, up } => Of::Activated(act, gate.f32(), up.map(HostBuf::f32)),
         };
-        let (source, scratch) = (Source { rows, inp, of }, self.products.as_mut().expect(UNPREPARED));
-        for products in products.chunks_mut(TOGETHER) {
-            let mut each = products.iter_mut();
-            let together = std::array::from_fn(|_| each.next().map(|product| taken(product, rows)));
-            scratch.multiply(&mut self.pool, self.level, &source, &together);
+        let input = Source { rows, inp: k, of: values };
+        let scratch = self.gemm_scratch.as_mut().expect(UNPREPARED);
+        for gemms in gemms.chunks_mut(TOGETHER) {
+            let mut gemms = gemms.iter_mut();
+            let job = std::array::from_fn(|_| gemms.next().map(|gemm| taken(gemm, rows)));
+            scratch.multiply(&mut self.pool, self.level, &input, &job);
         }
     }
 
@@ -359,7 +380,11 @@ impl Backend for CpuBackend {
         out: &mut HostBuf,
     ) {
         let step = self.step.as_mut().expect(UNPREPARED);
-        let scratch = self.attention.as_mut().expect("alloc_kv made the cache; this is a bug").f32_mut();
+        let scratch = self
+            .attention_scratch
+            .as_mut()
+            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
+            .f32_mut();
         let inputs = attention::Inputs { shape, q: q.f32(), cache };
         attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
@@ -408,12 +433,15 @@ impl Backend for CpuBackend {
         y: &mut HostBuf,
     ) {
         assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
-        let scratch = self.moe.as_mut().expect("prepare_moe comes before the first step; this is a bug");
-        let products = self.products.as_mut().expect(UNPREPARED);
+        let scratch = self
+            .moe_scratch
+            .as_mut()
+            .expect("prepare_moe must be called before the first step; this is a bug");
+        let gemms = self.gemm_scratch.as_mut().expect(UNPREPARED);
         let hidden = experts[0].down.out;
         let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
         let inputs = moe::Inputs { shape, router, experts, x };
-        moe::moe(&mut self.pool, self.level, (scratch, products), inputs, &mut y.f32_mut()[..rows * hidden]);
+        moe::moe(&mut self.pool, self.level, (scratch, gemms), inputs, &mut y.f32_mut()[..rows * hidden]);
     }
 
     fn reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {

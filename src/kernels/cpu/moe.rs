@@ -1,9 +1,11 @@
-//! A mixture of experts: each row's sum of its chosen experts' results.
+//! Mixture of experts: for each row, the weighted sum of the results of its top-k experts.
 //!
-//! Rows are grouped by expert, so that those of one expert share each pass over its weights. Experts come in ascending
-//! order and each adds its share to its rows, so only the rows of one expert are kept at a time.
+//! Rows are grouped by expert, so that the rows of one expert share each pass over its weights. Experts run
+//! in ascending order and each adds its weighted results to its rows, so only the rows of one expert are
+//! buffered at a time.
 //!
-//! Invariant: what a row gets depends on its own logits and numbers alone, and is summed in the order of experts.
+//! Invariant: the result of a row depends only on its own logits and values, and is summed in the order of
+//! experts.
 
 #![allow(unsafe_code)]
 
@@ -15,10 +17,10 @@ use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
 use crate::host::HostBuf;
 use std::ops::Range;
 
-/// Rows that one thread routes at a time.
+/// Rows that one work item routes.
 const ROUTED: usize = 16;
 
-/// What the scratch is made for: the most of each, over all mixtures.
+/// Dimensions that the scratch is sized for: the maximum of each over all mixtures.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub struct MoeSizes {
     pub experts: usize,
@@ -28,7 +30,7 @@ pub struct MoeSizes {
 }
 
 impl MoeSizes {
-    /// Enough for both.
+    /// Returns sizes that are large enough for both.
     pub fn max(self, other: MoeSizes) -> MoeSizes {
         MoeSizes {
             experts: self.experts.max(other.experts),
@@ -39,28 +41,31 @@ impl MoeSizes {
     }
 }
 
-/// Buffers for the rows of one expert, and for who goes where.
+/// Buffers for the rows of one expert, and for the assignment of rows to experts.
 pub struct MoeScratch {
-    /// (rows, top_k): each row's experts, ascending.
+    /// The experts of each row, ascending: (rows, top_k).
     choices: Vec<Choice>,
-    /// The same by expert, each expert's by row; and where each expert's end.
+    /// The same assignments grouped by expert, ascending by row within an expert.
     members: Vec<Member>,
+    /// End of each expert's assignments in `expert_rows`.
     ends: Vec<usize>,
-    /// (rows of an expert, hidden), before and after it.
+    /// Input and result of an expert: (rows of the expert, hidden).
     x: HostBuf,
     y: HostBuf,
-    /// (rows of an expert, width)
+    /// Gate and up projections: (rows of the expert, width).
     gate: HostBuf,
     up: HostBuf,
 }
 
+/// An expert that a row is routed to, with its score.
 #[derive(Clone, Copy, Default)]
 struct Choice {
     expert: u32,
-    /// The logit at first.
+    /// The logit until the score is computed.
     score: f32,
 }
 
+/// A row that is routed to an expert, with its score.
 #[derive(Clone, Copy, Default)]
 struct Member {
     row: u32,
@@ -68,7 +73,7 @@ struct Member {
 }
 
 impl MoeScratch {
-    /// Room for `rows` rows.
+    /// Allocates scratch for `rows` rows.
     pub fn new(rows: usize, sizes: MoeSizes) -> Result<MoeScratch, DeviceError> {
         let floats = |width: usize| HostBuf::zeroed(rows * width * size_of::<f32>());
         Ok(MoeScratch {
@@ -83,22 +88,22 @@ impl MoeScratch {
     }
 }
 
-/// What a mixture reads.
+/// Inputs of a mixture of experts.
 pub struct Inputs<'a> {
     pub shape: &'a MoeShape,
-    /// Logits, (rows, experts).
+    /// Router logits (rows, experts).
     pub router: &'a [f32],
-    /// Those from `shape.first` on.
+    /// The experts from `shape.first` on that this device holds.
     pub experts: &'a [Expert<HostBuf>],
     /// (rows, hidden)
     pub x: &'a [f32],
 }
 
-/// y (rows, hidden).
+/// Computes a mixture's output y (rows, hidden) from the experts of this device.
 pub fn moe(
     pool: &mut Pool,
     level: Level,
-    (scratch, products): (&mut MoeScratch, &mut Products),
+    (scratch, gemms): (&mut MoeScratch, &mut Products),
     inputs: Inputs,
     y: &mut [f32],
 ) {
@@ -106,20 +111,21 @@ pub fn moe(
     let held = shape.first..shape.first + experts.len();
     assert!(
         held.end <= shape.experts && shape.top_k <= shape.experts,
-        "{held:?} of {} experts",
+        "experts {held:?} and top {} of {} experts",
+        shape.top_k,
         shape.experts
     );
     let (rows, hidden) = (router.len() / shape.experts, experts[0].down.out);
-    let choices = &mut scratch.choices[..rows * shape.top_k];
-    route(pool, level, shape, router, choices);
-    group(shape, choices, &mut scratch.members, &mut scratch.ends);
+    let selected = &mut scratch.choices[..rows * shape.top_k];
+    route(pool, level, shape, router, selected);
+    group(shape, selected, &mut scratch.members, &mut scratch.ends);
     y.fill(0.0);
     let mut first = held.start.checked_sub(1).map_or(0, |before| scratch.ends[before]);
     for (number, expert) in held.zip(experts) {
-        let members = first..scratch.ends[number];
-        first = members.end;
-        if !members.is_empty() {
-            let mut pass = Pass { pool, level, products, scratch, members };
+        let range = first..scratch.ends[number];
+        first = range.end;
+        if !range.is_empty() {
+            let mut pass = Pass { pool, level, products: gemms, scratch, members: range };
             pass.take(hidden, x);
             pass.run(shape, expert);
             pass.add(hidden, y);
@@ -127,38 +133,39 @@ pub fn moe(
     }
 }
 
-/// Each row's choices, from its logits.
-fn route(pool: &mut Pool, level: Level, shape: &MoeShape, router: &[f32], choices: &mut [Choice]) {
-    pool.for_parts(choices, ROUTED * shape.top_k, |part, choices| {
+/// Selects the experts of each row from its logits.
+fn route(pool: &mut Pool, level: Level, shape: &MoeShape, router: &[f32], selected: &mut [Choice]) {
+    pool.for_parts(selected, ROUTED * shape.top_k, |part, selected| {
         let logits = router[part * ROUTED * shape.experts..].chunks_exact(shape.experts);
-        for (choices, logits) in choices.chunks_exact_mut(shape.top_k).zip(logits) {
-            choose(logits, choices);
-            level.run(Score { shape, logits, choices });
+        for (selected, logits) in selected.chunks_exact_mut(shape.top_k).zip(logits) {
+            choose(logits, selected);
+            level.run(Score { shape, logits, selected });
         }
     });
 }
 
-/// The largest logits, ties by index, in the order of experts; NaN counts as negative infinity.
-fn choose(logits: &[f32], choices: &mut [Choice]) {
+/// Selects the experts with the largest logits, ties by index, and sorts them by expert; NaN counts as
+/// negative infinity.
+fn choose(logits: &[f32], selected: &mut [Choice]) {
     let mut chosen = 0;
     for (expert, &logit) in logits.iter().enumerate() {
         let logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
-        let place = choices[..chosen].partition_point(|other| other.score >= logit);
-        if place < choices.len() {
-            chosen = choices.len().min(chosen + 1);
-            choices[place..chosen].rotate_right(1);
-            choices[place] = Choice { expert: expert as u32, score: logit };
+        let place = selected[..chosen].partition_point(|other| other.score >= logit);
+        if place < selected.len() {
+            chosen = selected.len().min(chosen + 1);
+            selected[place..chosen].rotate_right(1);
+            selected[place] = Choice { expert: expert as u32, score: logit };
         }
     }
-    choices.sort_unstable_by_key(|choice| choice.expert);
+    selected.sort_unstable_by_key(|expert| expert.expert);
 }
 
-/// Turns the chosen logits of a row to scores.
+/// Kernel that turns the selected logits of a row into scores.
 struct Score<'a> {
     shape: &'a MoeShape,
-    /// All of them.
+    /// All logits of the row.
     logits: &'a [f32],
-    choices: &'a mut [Choice],
+    selected: &'a mut [Choice],
 }
 
 impl Kernel for Score<'_> {
@@ -166,33 +173,33 @@ impl Kernel for Score<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Score { shape, logits, choices } = self;
-        for choices in choices.chunks_mut(LANES) {
+        let Score { shape, logits, selected } = self;
+        for selected in selected.chunks_mut(LANES) {
             let mut lanes = [0.0; LANES];
-            for (lane, choice) in lanes.iter_mut().zip(&*choices) {
-                *lane = choice.score;
+            for (lane, expert) in lanes.iter_mut().zip(&*selected) {
+                *lane = expert.score;
             }
             let scores = match shape.scoring {
                 Scoring::Sigmoid => sigmoid(simd, simd.load(&lanes)),
                 Scoring::Softmax => softmax(simd, logits, simd.load(&lanes)),
             };
             simd.store(scores, &mut lanes);
-            for (lane, choice) in lanes.iter().zip(choices) {
-                choice.score = *lane;
+            for (lane, expert) in lanes.iter().zip(selected) {
+                expert.score = *lane;
             }
         }
         let mut sum = 0.0;
-        for choice in choices.iter() {
-            sum += choice.score;
+        for expert in selected.iter() {
+            sum += expert.score;
         }
         let factor = if shape.renormalise { shape.scale / sum } else { shape.scale };
-        for choice in choices {
-            choice.score *= factor;
+        for expert in selected {
+            expert.score *= factor;
         }
     }
 }
 
-/// The softmax over `logits` at `some` of them.
+/// Returns the softmax over `logits`, evaluated at the logits `some`.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, logits: &[f32], some: S::V) -> S::V {
     let lowest = simd.splat(f32::NEG_INFINITY);
@@ -208,7 +215,7 @@ fn softmax<S: Simd>(simd: S, logits: &[f32], some: S::V) -> S::V {
     simd.div(exp(simd, simd.sub(some, largest)), simd.splat(simd.sum(sum)))
 }
 
-/// Up to 16 logits; negative infinity for a NaN, and beyond them.
+/// Loads up to 16 logits; NaN becomes negative infinity, and so do the lanes beyond them.
 #[inline(always)]
 fn load_or_lowest<S: Simd>(simd: S, logits: &[f32]) -> S::V {
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -216,48 +223,49 @@ fn load_or_lowest<S: Simd>(simd: S, logits: &[f32]) -> S::V {
     simd.max(simd.load(&lanes), simd.splat(f32::NEG_INFINITY))
 }
 
-/// Orders the choices by expert, each expert's by row.
-fn group(shape: &MoeShape, choices: &[Choice], members: &mut [Member], ends: &mut [usize]) {
+/// Groups the assignments by expert, ascending by row within an expert.
+fn group(shape: &MoeShape, selected: &[Choice], expert_rows: &mut [Member], ends: &mut [usize]) {
     let ends = &mut ends[..shape.experts];
     ends.fill(0);
-    for choice in choices {
-        ends[choice.expert as usize] += 1;
+    for expert in selected {
+        ends[expert.expert as usize] += 1;
     }
     let mut begin = 0;
     for end in ends.iter_mut() {
-        // Where it begins, until its members are placed.
+        // Holds the expert's start until its rows are placed.
         begin += std::mem::replace(end, begin);
     }
-    for (i, choice) in choices.iter().enumerate() {
-        let end = &mut ends[choice.expert as usize];
-        members[*end] = Member { row: (i / shape.top_k) as u32, score: choice.score };
+    for (i, expert) in selected.iter().enumerate() {
+        let end = &mut ends[expert.expert as usize];
+        expert_rows[*end] = Member { row: (i / shape.top_k) as u32, score: expert.score };
         *end += 1;
     }
 }
 
-/// One expert's rows on their way through it.
+/// The pass of one expert over its rows.
 struct Pass<'a> {
     pool: &'a mut Pool,
     level: Level,
     products: &'a mut Products,
     scratch: &'a mut MoeScratch,
-    /// Which members are the expert's.
+    /// The expert's range of `scratch.expert_rows`.
     members: Range<usize>,
 }
 
 impl Pass<'_> {
-    /// Brings the expert's rows of x (rows, hidden) together.
+    /// Copies the expert's rows of x (rows, hidden) to contiguous rows of the scratch.
     fn take(&mut self, hidden: usize, x: &[f32]) {
-        let members = &self.scratch.members[self.members.clone()];
-        let to = &mut self.scratch.x.f32_mut()[..members.len() * hidden];
+        let expert_rows = &self.scratch.members[self.members.clone()];
+        let to = &mut self.scratch.x.f32_mut()[..expert_rows.len() * hidden];
         self.pool.for_rows(to, hidden, |i, to| {
-            to.copy_from_slice(&x[members[i].row as usize * hidden..][..hidden]);
+            to.copy_from_slice(&x[expert_rows[i].row as usize * hidden..][..hidden]);
         });
     }
 
+    /// Computes the expert for the gathered rows.
     fn run(&mut self, shape: &MoeShape, expert: &Expert<HostBuf>) {
-        let Pass { pool, level, products, scratch, members } = self;
-        let (rows, hidden) = (members.len(), expert.gate.inp);
+        let Pass { pool, level, products: gemms, scratch, members: range } = self;
+        let (rows, hidden) = (range.len(), expert.gate.inp);
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
         let x = Source { rows, inp: hidden, of: Of::Given(&x.f32()[..rows * hidden]) };
         let both = [
@@ -266,22 +274,22 @@ impl Pass<'_> {
             None,
             None,
         ];
-        products.multiply(pool, *level, &x, &both);
+        gemms.multiply(pool, *level, &x, &both);
         let up = expert.up.as_ref().map(|_| up.f32());
-        let of = Of::Activated(shape.activation, gate.f32(), up);
-        let x = Source { rows, inp: shape.width, of };
+        let values = Of::Activated(shape.activation, gate.f32(), up);
+        let x = Source { rows, inp: shape.width, of: values };
         let down = Product::new(&expert.down, None, (To::Set, y), rows);
-        products.multiply(pool, *level, &x, &[Some(down), None, None, None]);
+        gemms.multiply(pool, *level, &x, &[Some(down), None, None, None]);
     }
 
-    /// y (rows, hidden) += the members' results, each times its score.
+    /// Adds the expert's results, each multiplied by its row's score, to y (rows, hidden).
     fn add(&mut self, hidden: usize, y: &mut [f32]) {
-        let members = &self.scratch.members[self.members.clone()];
-        let results = &mut self.scratch.y.f32_mut()[..members.len() * hidden];
+        let expert_rows = &self.scratch.members[self.members.clone()];
+        let results = &mut self.scratch.y.f32_mut()[..expert_rows.len() * hidden];
         let y = Parts::new(y);
         self.pool.for_rows(results, hidden, |i, result| {
-            let Member { row, score } = members[i];
-            // SAFETY: a row is an expert's member once, so no other thread has it.
+            let Member { row, score } = expert_rows[i];
+            // SAFETY: an expert has each row at most once, so no other thread writes it.
             let y = unsafe { y.part(row as usize * hidden..(row as usize + 1) * hidden) };
             y.iter_mut().zip(result).for_each(|(y, result)| *y += score * *result);
         });

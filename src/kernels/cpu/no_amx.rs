@@ -1,7 +1,7 @@
-//! No CPU but an x86-64 has AMX.
+//! Replacement of the AMX module on architectures other than x86-64, which have no AMX.
 //!
-//! Invariant: there is no [`Amx`].
+//! Invariant: no value of [`Amx`] exists.
 
-/// Proof of what is not there.
+/// Proof that this CPU has AMX; it has no values on this architecture.
 #[derive(Clone, Copy)]
 pub enum Amx {}

@@ -1,7 +1,7 @@
-//! Normalisation: y = (x - mean) / deviation * weight + bias, row by row.
+//! Normalization: y = (x - mean) / deviation * weight + bias, row by row.
 //!
-//! Sums run in 16 lanes over the columns, in order, and the lanes are added as [`Simd::sum`] does. RMS norm is the
-//! case whose mean is zero.
+//! Sums run in 16 lanes over the columns, in order, and the lanes are added as [`Simd::sum`] does. RMS norm
+//! is the special case with mean zero.
 //! Invariant: each row is computed by one thread, from that row alone.
 
 use super::pool::Pool;
@@ -9,17 +9,17 @@ use super::simd::{F32, Kernel, LANES, Level, Simd, load_part, store_part};
 use crate::backend::{Norm, NormKind};
 use crate::host::HostBuf;
 
-/// x = norm(x), (rows, width).
+/// Normalizes x (rows, width) in place.
 pub fn norm(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
     pool.for_rows(x, norm.width, |_, x| norm_row(level, norm, x));
 }
 
-/// The same of one row.
+/// Normalizes one row in place.
 pub fn norm_row(level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
     level.run(NormRow::new(norm, x));
 }
 
-/// y = norm(x), both (rows, width).
+/// Writes norm(x) to y, both (rows, width).
 pub fn norm_to(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, norm.width, |row, y| {
         y.copy_from_slice(&x[row * norm.width..][..norm.width]);
@@ -27,9 +27,10 @@ pub fn norm_to(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y
     });
 }
 
-/// (width), in whole chunks and what is left.
+/// A vector (width), as chunks of 16 lanes and the remainder.
 type Vector<'a> = (&'a [[f32; LANES]], &'a [f32]);
 
+/// Kernel that normalizes one row in place.
 struct NormRow<'a> {
     kind: NormKind,
     weight: Option<Vector<'a>>,
@@ -45,7 +46,7 @@ impl<'a> NormRow<'a> {
         NormRow { kind: norm.kind, weight, bias, eps: norm.eps, x }
     }
 
-    /// The mean to be taken away.
+    /// Returns the mean to subtract: 0 for RMS norm.
     #[inline(always)]
     fn mean<S: Simd>(&self, simd: S) -> f32 {
         if self.kind == NormKind::Rms {
@@ -59,7 +60,7 @@ impl<'a> NormRow<'a> {
         simd.sum(simd.add(sum, load_part::<S, F32>(simd, rest))) / self.x.len() as f32
     }
 
-    /// The mean of the squared distances from `mean`.
+    /// Returns the mean of the squared distances from `mean`.
     #[inline(always)]
     fn variance<S: Simd>(&self, simd: S, mean: S::V) -> f32 {
         let (x, rest) = self.x.as_chunks::<LANES>();

@@ -1,8 +1,10 @@
-//! Worker threads for one driving thread: a job is a number of items, claimed one by one, the last first.
+//! A pool of worker threads for one calling thread. A job is a number of items; threads claim them one by
+//! one, from the last to the first.
 //!
-//! The driver works too. Between jobs workers spin for a moment, then sleep, so that several pools (and
-//! other programs) can share a machine. A dispatch allocates nothing.
-//! Invariant: when [`Pool::run`] returns, every item has run exactly once and no worker can see the job.
+//! The calling thread works too. Between jobs, workers spin briefly and then sleep, so that several pools
+//! (and other programs) can share a machine. Dispatching a job allocates nothing.
+//! Invariant: when [`ThreadPool::run`] returns, every item has run exactly once and no worker can see the
+//! job.
 
 #![allow(unsafe_code)]
 
@@ -16,32 +18,32 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long an idle thread looks for work, or for the end of a job, before it sleeps.
+/// Time an idle thread spins, waiting for work or for the end of a job, before it sleeps.
 const SPIN: Duration = Duration::from_micros(40);
-/// Looks between two readings of the clock.
+/// Number of checks between two readings of the clock.
 const SPIN_LOOKS: usize = 64;
-/// Elements of a row-wise operation that are worth an item of their own.
+/// Number of elements of a row-wise operation that justify a work item.
 const ITEM_ELEMENTS: usize = 16 * 1024;
 
-/// The threads. Dropping the pool ends and joins them.
+/// A pool of worker threads. Dropping it stops and joins them.
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
 }
 
-/// What driver and workers share. The job's fields are written while no ticket is out, and read only by
-/// whoever then wins a ticket of that job.
+/// State shared by the calling thread and the workers. The job's fields are written while no item can be
+/// claimed, and read only by a thread that then claims an item of that job.
 struct Shared {
-    /// Job number << 32 | items not yet claimed. Zero items: there is nothing to be had.
+    /// Job number << 32 | number of unclaimed items. Zero items: nothing to claim.
     ticket: Line<AtomicU64>,
-    /// Items finished.
+    /// Number of finished items.
     done: Line<AtomicUsize>,
     items: AtomicUsize,
-    /// The driver's closure, and the function that knows its type.
+    /// The caller's closure, and a function that knows its type.
     work: AtomicPtr<()>,
     call: AtomicPtr<()>,
     stop: AtomicBool,
-    /// Workers that sleep or are about to.
+    /// Number of workers that sleep or are about to.
     sleepers: AtomicUsize,
     door: Mutex<()>,
     wake: Condvar,
@@ -49,15 +51,15 @@ struct Shared {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// Keeps what is written often on a cache line of its own.
+/// Puts a frequently written value on a cache line of its own.
 #[repr(align(128))]
 struct Line<T>(T);
 
 type Call = unsafe fn(*const (), usize, usize);
 
 impl Pool {
-    /// A pool of `threads`, the driver counted. All of them are up when this returns: a thread that starts
-    /// allocates, and no step may.
+    /// Creates a pool of `threads` threads, including the calling thread. All of them run when this returns,
+    /// because starting a thread allocates and no step may.
     pub fn new(threads: usize) -> Result<Pool, DeviceError> {
         let mut pool = Pool { shared: Arc::new(Shared::new()), workers: Vec::with_capacity(threads) };
         let (up, all_up) = std::sync::mpsc::channel();
@@ -75,17 +77,18 @@ impl Pool {
         }
         drop(up);
         let started = all_up.iter().count();
-        assert_eq!(started, pool.workers.len(), "every worker says once that it is up");
+        assert_eq!(started, pool.workers.len(), "every worker reports once that it has started");
         Ok(pool)
     }
 
-    /// Threads that work on a job, the driver counted: worker numbers are below this.
+    /// Returns the number of threads that work on a job, including the calling thread. Worker numbers are
+    /// below it.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
     }
 
     /// Calls `work(worker, item)` for each item below `items`, on all threads, and returns when all are done.
-    /// A panic of one item is raised here, when no thread is in an item any more.
+    /// If an item panics, the panic is resumed here once no thread is running an item.
     pub fn run<F: Fn(usize, usize) + Sync>(&mut self, items: usize, work: F) {
         if self.workers.is_empty() || items < 2 {
             return (0..items).for_each(|item| work(0, item));
@@ -110,7 +113,8 @@ impl Pool {
         }
     }
 
-    /// Calls `work(part, elements)` for each part of `data` of `part_len` elements; the last may be shorter.
+    /// Calls `work(part, elements)` for each part of `data` of `part_len` elements; the last part may be
+    /// shorter.
     pub fn for_parts<T: Send>(
         &mut self,
         data: &mut [T],
@@ -125,7 +129,8 @@ impl Pool {
         });
     }
 
-    /// Calls `work(row, elements)` for each row of `data` (rows, width), on several threads if that pays.
+    /// Calls `work(row, elements)` for each row of `data` (rows, width), on several threads if there are
+    /// enough elements.
     pub fn for_rows(&mut self, data: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         let rows_each = (ITEM_ELEMENTS / width).max(1);
         self.for_parts(data, rows_each * width, |part, rows| {
@@ -142,7 +147,7 @@ impl Drop for Pool {
         drop(self.shared.lock());
         self.shared.wake.notify_all();
         for worker in self.workers.drain(..) {
-            // A worker catches the panics of items; it has none of its own to report.
+            // A worker catches the panics of items and cannot panic itself.
             let _ = worker.join();
         }
     }
@@ -182,8 +187,9 @@ impl Shared {
         self.ticket.0.load(Ordering::SeqCst) as u32 > 0 || self.stop.load(Ordering::SeqCst)
     }
 
-    /// The count of sleepers is raised before the last look at the ticket, and the driver reads it after
-    /// publishing a ticket: one of the two sees the other.
+    /// Blocks until there is work or the pool stops. The count of sleepers is raised before the last check of
+    /// the ticket, and the calling thread reads it after publishing a ticket, so one of the two sees the
+    /// other.
     fn sleep(&self) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut door = self.lock();
@@ -194,7 +200,7 @@ impl Shared {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Claims and runs items until none is left.
+    /// Claims and runs items until none are left.
     fn work_on_job(&self, worker: usize) {
         let mut ticket = self.ticket.0.load(Ordering::Acquire);
         while ticket as u32 > 0 {
@@ -206,9 +212,9 @@ impl Shared {
                 Err(now) => now,
                 Ok(_) => {
                     let item = ticket as u32 as usize - 1;
-                    // SAFETY: the ticket was unchanged, so its job was unfinished when the fields were read
-                    // and stays so until this item is counted: the closure is alive and of the type that
-                    // `call` was made for.
+                    // SAFETY: the ticket was unchanged, so its job was unfinished when the fields were read,
+                    // and it stays unfinished until this item is counted: the closure is alive and has the
+                    // type that `call` was instantiated for.
                     let outcome = catch_unwind(AssertUnwindSafe(|| unsafe {
                         std::mem::transmute::<*mut (), Call>(call)(work, worker, item)
                     }));
@@ -241,7 +247,7 @@ impl Shared {
     }
 }
 
-/// Looks for `condition` for a bounded time; whether it came true.
+/// Checks `condition` repeatedly for a bounded time; returns whether it became true.
 fn spin_until(condition: impl Fn() -> bool) -> bool {
     let start = Instant::now();
     loop {
@@ -257,6 +263,8 @@ fn spin_until(condition: impl Fn() -> bool) -> bool {
     }
 }
 
+/// Calls the closure behind `work`.
+///
 /// # Safety
 /// - `work` points to a live `F`.
 unsafe fn call<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, item: usize) {
@@ -264,26 +272,27 @@ unsafe fn call<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, item:
     unsafe { (*work.cast::<F>())(worker, item) }
 }
 
-/// A slice of which several threads write disjoint parts.
+/// A slice of which several threads may write disjoint parts.
 pub struct Parts<'a, T> {
     start: *mut T,
     len: usize,
     slice: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: what `part` hands out are exclusive slices, by its caller's promise; T may cross threads.
+// SAFETY: `slice_mut` returns slices that are exclusive by its caller's promise; T may be sent to other
+// threads.
 unsafe impl<T: Send> Sync for Parts<'_, T> {}
 
 impl<'a, T> Parts<'a, T> {
-    /// Takes the slice over for as long as parts of it are used.
+    /// Borrows the slice for as long as parts of it are used.
     pub fn new(slice: &'a mut [T]) -> Parts<'a, T> {
         Parts { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
-    /// One part, to write.
+    /// Returns a part of the slice for writing.
     ///
     /// # Safety
-    /// - While it lives, no other part that overlaps it is used.
+    /// - While the returned slice is alive, no other part that overlaps it is used.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
     pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {

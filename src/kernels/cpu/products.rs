@@ -1,9 +1,10 @@
-//! Products with weights, however these are stored: of the same rows with one weight or with several.
+//! GEMMs with weights in any storage format: of the same input with one weight or with several.
 //!
-//! Rows are packed once for all weights that take them as the same kind of operand. Then the outs of all weights are one job
-//! for the threads, so that these wait for each other once.
+//! The input is packed once for all weights that take it as the same kind of operand. Then the outputs of all
+//! weights form one job for the threads, so that the threads synchronize once.
 //!
-//! Invariant: a weight's format and the device's [`Inputs`] decide how it is stored and multiplied, nothing else.
+//! Invariant: how a weight is stored and multiplied depends only on its format and the device's
+//! [`ActivationPrecision`].
 
 #![allow(unsafe_code)]
 
@@ -18,38 +19,39 @@ use crate::host::HostBuf;
 use crate::quant::{Inputs, Operand, QuantType};
 use std::ops::Range;
 
-/// Products of the same rows that are one job.
+/// Largest number of GEMMs with the same input in one job.
 pub const TOGETHER: usize = 4;
-/// Products of numbers that are not worth a second thread.
+/// Number of multiplications that do not justify a second thread.
 const SMALL: usize = 64 * 1024;
-/// Items of a weight for each thread, at least, where weights are cut.
+/// Minimum number of work items per thread when a weight is divided among threads.
 const ITEMS_EACH: usize = 4;
 
-/// The widest weights, by what their products need room for: columns.
+/// Numbers of columns of the widest weights, by the kind of scratch that their GEMMs need.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub struct Widths {
-    /// Of those whose inputs stay F32.
+    /// Weights whose inputs stay F32.
     pub plain: usize,
-    /// Of those among them that are written out.
+    /// Weights among them that are dequantized first.
     pub written: usize,
-    /// Of those that are packed, as codes and as BF16.
+    /// Weights that are packed as quants for int8 dot products.
     pub packed: usize,
+    /// Weights that are packed as BF16.
     pub halves: usize,
 }
 
 impl Widths {
-    /// Of one weight of `ty` with `inp` columns.
-    pub fn of(inputs: Inputs, ty: QuantType, inp: usize) -> Widths {
+    /// Returns the widths for one weight of `ty` with `k` columns.
+    pub fn of(precision: Inputs, ty: QuantType, k: usize) -> Widths {
         let none = Widths::default();
-        match (ty.operand(inputs), ty.is_blocked()) {
-            (Operand::Codes, _) => Widths { packed: inp, ..none },
-            (Operand::Bf16, _) => Widths { halves: inp, ..none },
-            (Operand::F32, false) => Widths { plain: inp, ..none },
-            (Operand::F32, true) => Widths { plain: inp, written: inp, ..none },
+        match (ty.operand(precision), ty.is_blocked()) {
+            (Operand::Codes, _) => Widths { packed: k, ..none },
+            (Operand::Bf16, _) => Widths { halves: k, ..none },
+            (Operand::F32, false) => Widths { plain: k, ..none },
+            (Operand::F32, true) => Widths { plain: k, written: k, ..none },
         }
     }
 
-    /// Enough for both.
+    /// Returns widths that are large enough for both.
     pub fn max(self, other: Widths) -> Widths {
         Widths {
             plain: self.plain.max(other.plain),
@@ -60,16 +62,16 @@ impl Widths {
     }
 }
 
-/// One of several products of the same rows, as the threads see it.
+/// One of several GEMMs with the same input, whose output the threads share.
 pub struct Product<'a> {
     pub w: &'a Weight<HostBuf>,
     bias: Option<&'a [f32]>,
     to: To,
-    /// (rows, out).
+    /// (m, n).
     y: Parts<'a, f32>,
 }
 
-/// What becomes of a result.
+/// What a GEMM does with a result: write it, or add it to what is there.
 #[derive(Clone, Copy)]
 pub enum To {
     Set,
@@ -77,21 +79,21 @@ pub enum To {
 }
 
 impl<'a> Product<'a> {
-    /// To y (rows, out) goes, or is added, the product with w, + bias if given.
+    /// Creates a GEMM that writes or adds x · wᵀ, plus `bias` if given, to y (m, n).
     pub fn new(
         w: &'a Weight<HostBuf>,
         bias: Option<&'a HostBuf>,
-        (to, y): (To, &'a mut HostBuf),
+        (epilogue, y): (To, &'a mut HostBuf),
         rows: usize,
     ) -> Product<'a> {
         let bias = bias.map(|bias| &bias.f32()[..w.out]);
-        Product { w, bias, to, y: Parts::new(&mut y.f32_mut()[..rows * w.out]) }
+        Product { w, bias, to: epilogue, y: Parts::new(&mut y.f32_mut()[..rows * w.out]) }
     }
 
-    /// Writes the sums of outs from `first` on of one row.
+    /// Applies the epilogue to the sums of one row, for the outputs from `first` on.
     ///
     /// # Safety
-    /// * No other thread has these outs of this row.
+    /// * No other thread writes these outputs of this row.
     #[inline(always)]
     pub unsafe fn put(&self, row: usize, first: usize, sums: &[f32]) {
         let start = row * self.w.out + first;
@@ -111,121 +113,124 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Rows that are packed for one kind of products.
+/// An input that is packed for one kind of GEMM.
 pub trait Packed: Sync {
-    /// Outs of one item: of so many bytes as it should have, no more than `most`, in whole tiles.
-    fn outs_each(&self, w: &Weight<HostBuf>, most: usize) -> usize;
+    /// Returns the number of outputs of one work item: as many as give it a suitable number of bytes, at most
+    /// `max`, rounded up to whole tiles.
+    fn outs_each(&self, w: &Weight<HostBuf>, max: usize) -> usize;
 
-    /// All rows with some outs, an item's. `worker` is in no other item.
-    fn multiply(&self, worker: usize, product: &Product, outs: Range<usize>);
+    /// Computes a work item: all rows with a range of outputs. `worker` runs no other item meanwhile.
+    fn multiply(&self, worker: usize, gemm: &Product, outputs: Range<usize>);
 }
 
-/// What products need beside their operands.
+/// Scratch of all kinds of GEMMs.
 pub struct Products {
     inputs: Inputs,
     plain: MatmulScratch,
     packed: PackedScratch,
     halves: HalvesScratch,
     dots: Option<Dots>,
-    /// A row for each thread.
+    /// A row buffer for each thread.
     rooms: HostBuf,
     room: usize,
 }
 
 impl Products {
-    /// Room for `rows` rows on `threads` threads.
+    /// Allocates scratch for `rows` rows on `threads` threads.
     pub fn new(
-        (inputs, dots): (Inputs, Option<Dots>),
+        (precision, bf16_isa): (Inputs, Option<Dots>),
         rows: usize,
         widths: Widths,
         threads: usize,
     ) -> Result<Products, DeviceError> {
-        let room = widths.plain.max(widths.packed).max(widths.halves);
+        let row_len = widths.plain.max(widths.packed).max(widths.halves);
         Ok(Products {
-            inputs,
-            dots,
+            inputs: precision,
+            dots: bf16_isa,
             plain: MatmulScratch::new(rows, widths.plain, widths.written, threads)?,
             packed: PackedScratch::new(rows, widths.packed, threads)?,
             halves: HalvesScratch::new(rows, widths.halves, threads)?,
-            rooms: HostBuf::zeroed(threads * room * size_of::<f32>())?,
-            room,
+            rooms: HostBuf::zeroed(threads * row_len * size_of::<f32>())?,
+            room: row_len,
         })
     }
 
-    /// All products, of the same rows.
+    /// Computes all GEMMs, which share the input.
     pub fn multiply(
         &mut self,
         pool: &mut Pool,
         level: Level,
-        source: &Source,
-        products: &[Option<Product>; TOGETHER],
+        input: &Source,
+        gemms: &[Option<Product>; TOGETHER],
     ) {
-        if source.rows == 0 {
+        if input.rows == 0 {
             return;
         }
-        let is_wide = |product: &Product| product.w.inp == source.inp;
+        let has_same_k = |gemm: &Product| gemm.w.inp == input.inp;
         assert!(
-            products.iter().flatten().all(is_wide),
-            "weights and rows have the same columns; this is a bug"
+            gemms.iter().flatten().all(has_same_k),
+            "weights and input have the same number of columns; this is a bug"
         );
-        let (inputs, dots) = (self.inputs, self.dots);
-        let takes = |product: &Product| product.w.ty.operand(inputs);
-        let is_taken = |operand| products.iter().flatten().any(|product| takes(product) == operand);
-        let rooms = Rooms::new(self.rooms.f32_mut(), self.room);
-        let plain = is_taken(Operand::F32).then(|| self.plain.pack(pool, level, source, &rooms));
-        let codes = is_taken(Operand::Codes).then(|| self.packed.pack(pool, (level, dots), source, &rooms));
-        let halves = is_taken(Operand::Bf16).then(|| {
-            const HAS: &str = "a device without them takes F32; this is a bug";
-            self.halves.pack(pool, (level, dots.expect(HAS)), source, &rooms)
+        let (precision, bf16_isa) = (self.inputs, self.dots);
+        let operand_of = |gemm: &Product| gemm.w.ty.operand(precision);
+        let is_used = |operand| gemms.iter().flatten().any(|gemm| operand_of(gemm) == operand);
+        let buffers = Rooms::new(self.rooms.f32_mut(), self.room);
+        let f32 = is_used(Operand::F32).then(|| self.plain.pack(pool, level, input, &buffers));
+        let int8 =
+            is_used(Operand::Codes).then(|| self.packed.pack(pool, (level, bf16_isa), input, &buffers));
+        let bf16 = is_used(Operand::Bf16).then(|| {
+            const HAS: &str = "devices without BF16 instructions use F32 inputs; this is a bug";
+            self.halves.pack(pool, (level, bf16_isa.expect(HAS)), input, &buffers)
         });
         let mut job = Job { parts: Default::default(), items: 0, products: 0 };
-        for product in products.iter().flatten() {
-            let packed: Option<&dyn Packed> = match takes(product) {
-                Operand::F32 => plain.as_ref().map(|plain| plain as _),
-                Operand::Codes => codes.as_ref().map(|codes| codes as _),
-                Operand::Bf16 => halves.as_ref().map(|halves| halves as _),
+        for gemm in gemms.iter().flatten() {
+            let packed: Option<&dyn Packed> = match operand_of(gemm) {
+                Operand::F32 => f32.as_ref().map(|f32| f32 as _),
+                Operand::Codes => int8.as_ref().map(|int8| int8 as _),
+                Operand::Bf16 => bf16.as_ref().map(|bf16| bf16 as _),
             };
-            let packed = packed.expect("rows were packed for it; this is a bug");
-            job.add(pool.threads(), source.rows, product, packed);
+            let packed = packed.expect("the input was packed for it; this is a bug");
+            job.add(pool.threads(), input.rows, gemm, packed);
         }
         job.run(pool);
     }
 }
 
-/// The items of several products.
+/// The work items of several GEMMs.
 struct Job<'a> {
     parts: [Option<Part<'a>>; TOGETHER],
     items: usize,
-    /// Of numbers.
+    /// Number of multiplications.
     products: usize,
 }
 
-/// Those of one.
+/// The work items of one GEMM.
 struct Part<'a> {
     product: &'a Product<'a>,
     packed: &'a dyn Packed,
-    /// Outs of an item.
+    /// Outputs of a work item.
     each: usize,
     items: Range<usize>,
 }
 
 impl<'a> Job<'a> {
-    fn add(&mut self, threads: usize, rows: usize, product: &'a Product<'a>, packed: &'a dyn Packed) {
-        let Weight { out, inp, .. } = *product.w;
-        if out == 0 {
+    fn add(&mut self, threads: usize, rows: usize, gemm: &'a Product<'a>, packed: &'a dyn Packed) {
+        let Weight { out: n, inp: k, .. } = *gemm.w;
+        if n == 0 {
             return;
         }
-        let is_cut = threads > 1 && rows * out * inp > SMALL;
-        let most = if is_cut { out.div_ceil(ITEMS_EACH * threads) } else { out };
-        let each = packed.outs_each(product.w, most.max(1));
-        let items = self.items..self.items + out.div_ceil(each);
-        (self.items, self.products) = (items.end, self.products + rows * out * inp);
-        let place = self.parts.iter_mut().find(|part| part.is_none());
-        *place.expect("there are as many places as products; this is a bug") =
-            Some(Part { product, packed, each, items });
+        let is_divided = threads > 1 && rows * n * k > SMALL;
+        let max = if is_divided { n.div_ceil(ITEMS_EACH * threads) } else { n };
+        let outputs_per_item = packed.outs_each(gemm.w, max.max(1));
+        let items = self.items..self.items + n.div_ceil(outputs_per_item);
+        (self.items, self.products) = (items.end, self.products + rows * n * k);
+        let part = self.parts.iter_mut().find(|part| part.is_none());
+        *part.expect("a job has a part for every GEMM; this is a bug") =
+            Some(Part { product: gemm, packed, each: outputs_per_item, items });
     }
 
-    /// Claims go from the last item to the first, and memory is read from the first to the last.
+    /// Runs all items. Threads claim items from the last to the first, and memory is read from the first to
+    /// the last, hence the reversal.
     fn run(&self, pool: &mut Pool) {
         let work = |worker, item| self.item(worker, self.items - 1 - item);
         match self.products <= SMALL {
@@ -236,8 +241,9 @@ impl<'a> Job<'a> {
 
     fn item(&self, worker: usize, item: usize) {
         let part = self.parts.iter().flatten().find(|part| part.items.contains(&item));
-        let Part { product, packed, each, items } = part.expect("every item is of a part; this is a bug");
-        let first = (item - items.start) * each;
-        packed.multiply(worker, product, first..product.w.out.min(first + each));
+        let Part { product: gemm, packed, each: outputs_per_item, items } =
+            part.expect("every item belongs to a part; this is a bug");
+        let first = (item - items.start) * outputs_per_item;
+        packed.multiply(worker, gemm, first..gemm.w.out.min(first + outputs_per_item));
     }
 }

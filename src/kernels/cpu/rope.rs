@@ -1,13 +1,14 @@
-//! Rotary positions: a step's angles, once for all layers, and the rotation of heads by them.
+//! Rotary position embedding: the angles of a step, computed once for all layers, and the rotation of heads
+//! by them.
 //!
-//! Invariant: a row's angles follow from its position and its sequence's reserved length alone.
+//! Invariant: the angles of a row depend only on its position and on the reserved length of its sequence.
 
 use super::pool::Pool;
 use super::step::Step;
 use crate::backend::{Rope, RopeStretch, RopeStyle};
 use crate::host::HostBuf;
 
-/// angles (rows, dims / 2, 2) = cosine and sine of each row's pairs.
+/// Writes the cosine and sine of each row's pairs to angles (rows, dims / 2, 2).
 pub fn angles(pool: &mut Pool, step: &Step, rope: &Rope<HostBuf>, angles: &mut [f32]) {
     let dims = rope.dims;
     pool.for_rows(angles, dims, |row, angles| {
@@ -23,7 +24,7 @@ pub fn angles(pool: &mut Pool, step: &Step, rope: &Rope<HostBuf>, angles: &mut [
     });
 }
 
-/// The angles at a position, with a base that no table is for.
+/// Computes the angles at a position for a base without a precomputed table.
 fn compute(base: f64, position: usize, angles: &mut [f32]) {
     let dims = angles.len();
     for (pair, cos_sin) in angles.as_chunks_mut::<2>().0.iter_mut().enumerate() {
@@ -32,7 +33,8 @@ fn compute(base: f64, position: usize, angles: &mut [f32]) {
     }
 }
 
-/// Rotates the first `dims` of each head of x (rows, heads, head_dim) by its row's `angles`.
+/// Rotates the first `rope.dims` dimensions of each head of x (rows, heads, head_dim) by the `angles` of its
+/// row.
 pub fn rope(
     pool: &mut Pool,
     rope: &Rope<HostBuf>,
@@ -50,7 +52,7 @@ pub fn rope(
     });
 }
 
-/// `angles` holds (cosine, sine) for each pair of `head`.
+/// Rotates one head; `angles` holds (cosine, sine) for each of its pairs.
 fn rotate(style: RopeStyle, angles: &[f32], head: &mut [f32]) {
     let (angles, _) = angles.as_chunks::<2>();
     match style {

@@ -1,10 +1,11 @@
-//! Drawing tokens, as [`crate::reference::draw`] defines it, without sorting the vocabulary.
+//! Token sampling as [`crate::reference::sample`] defines it, without sorting the whole vocabulary.
 //!
-//! Candidates are ordered by need: the likeliest 64 are selected and sorted, then four times as many, and so
-//! on. Where the definition sums over more candidates than the draw will look at, the sum in id order, with a
-//! bound on its rounding, decides; only a threshold within that bound takes the sum in candidate order.
+//! Candidates are sorted on demand: the 64 most likely are selected and sorted, then four times as many, and
+//! so on. Where the definition sums over more candidates than sampling needs to look at, the sum in id order
+//! decides, with a bound on its rounding error; only if the threshold lies within that bound, the sum is
+//! taken in candidate order.
 //!
-//! Invariant: the result is the definition's, whatever was left unsorted. Nothing is allocated.
+//! Invariant: the result equals the definition's, whatever was left unsorted. Nothing is allocated.
 
 #![allow(unsafe_code)]
 
@@ -15,10 +16,10 @@ use crate::batch::{SampleMode, SampleRow, SampledRow, StepOutput};
 use crate::random::uniform;
 use std::ops::Range;
 
-/// Candidates that are sorted at first.
+/// Number of candidates that are sorted first.
 const FIRST_SORTED: usize = 64;
 
-/// Buffers for sampling: logits and keys for each thread, results for each row.
+/// Buffers for sampling: logits and keys per thread, results per row.
 pub struct SampleScratch {
     vocab: usize,
     top_max: usize,
@@ -32,7 +33,7 @@ pub struct SampleScratch {
 }
 
 impl SampleScratch {
-    /// Room for steps within `limits` on `threads` threads.
+    /// Allocates scratch for steps within `limits` on `threads` threads.
     pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
         let nothing = SampledRow { token: 0, logprob: f32::NAN, top_at: 0, top_len: 0 };
         let rows = limits.rows.max(limits.logit_rows);
@@ -47,7 +48,7 @@ impl SampleScratch {
     }
 }
 
-/// Draws or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to `out`.
+/// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to `out`.
 pub fn sample(
     pool: &mut Pool,
     scratch: &mut SampleScratch,
@@ -62,9 +63,9 @@ pub fn sample(
     let (samples, biases) = (&step.samples()[wanted.clone()], &step.biases);
     pool.run(samples.len(), |worker, i| {
         let own = worker * vocab..(worker + 1) * vocab;
-        // SAFETY: logits and keys are the worker's own, and it is in one item at a time; the others are the
-        // item's own.
-        let (room, result, top) = unsafe {
+        // SAFETY: logits and keys are the worker's own, and it is in one item at a time; results and top
+        // tokens are the item's own.
+        let (buffers, result, top) = unsafe {
             (
                 Room { biased: biased.part(own.clone()), keys: keys.part(own) },
                 &mut results.part(i..i + 1)[0],
@@ -72,7 +73,7 @@ pub fn sample(
             )
         };
         let row = &samples[i];
-        *result = sample_row(&logits[i * vocab..][..vocab], row, row.biases(biases), room, top);
+        *result = sample_row(&logits[i * vocab..][..vocab], row, row.biases(biases), buffers, top);
     });
     for (i, wanted) in wanted.enumerate() {
         let mut result = scratch.results[i];
@@ -85,13 +86,14 @@ pub fn sample(
     }
 }
 
-/// A worker's own room, (vocab) each.
+/// The buffers of one worker, each (vocab).
 struct Room<'a> {
     biased: &'a mut [f32],
     keys: &'a mut [u64],
 }
 
-/// One row's result, its likeliest tokens in `top`; where those will stand is for the caller to say.
+/// Computes the result of one row, and writes its most likely tokens to `top`. The caller sets where those
+/// are in the output.
 fn sample_row(
     logits: &[f32],
     row: &SampleRow,
@@ -113,7 +115,7 @@ fn sample_row(
         result.logprob = logprob_of(token as usize);
     }
     let n = usize::from(row.top_logprobs).min(logits.len());
-    assert!(n <= top.len(), "{n} most likely tokens are beyond the limits");
+    assert!(n <= top.len(), "{n} top tokens are beyond the limits");
     if n > 0 {
         let mut ordered = Ordered::new(logits.iter().map(|&logit| or_lowest(logit)), keys);
         for (i, top) in top[..n].iter_mut().enumerate() {
@@ -125,24 +127,27 @@ fn sample_row(
     result
 }
 
-/// The logits with their biases, made in `room`; as they are where these leave nothing to draw.
-fn with_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], room: &'a mut [f32]) -> &'a [f32] {
+/// Returns the logits with their biases added, computed in `buffer`; the unbiased logits if the biases leave
+/// no candidate.
+fn with_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], buffer: &'a mut [f32]) -> &'a [f32] {
     if biases.is_empty() {
         return logits;
     }
-    room.copy_from_slice(logits);
+    buffer.copy_from_slice(logits);
     for &(id, bias) in biases {
-        room[id as usize] += bias;
+        buffer[id as usize] += bias;
     }
-    if largest(room, |logit| logit) == f32::NEG_INFINITY { logits } else { room }
+    if largest(buffer, |logit| logit) == f32::NEG_INFINITY { logits } else { buffer }
 }
 
+/// Returns ln Σ e^logit; NaN counts as negative infinity.
 fn log_sum_exp(logits: &[f32]) -> f64 {
     let largest = largest(logits, |logit| logit);
     let sum: f64 = logits.iter().map(|&logit| f64::from((or_lowest(logit) - largest).exp())).sum();
     f64::from(largest) + sum.ln()
 }
 
+/// Samples a token id from the (biased) logits.
 fn draw(logits: &[f32], row: &SampleRow, keys: &mut [u64]) -> u32 {
     if row.is_greedy() {
         return greedy(logits);
@@ -157,7 +162,7 @@ fn draw(logits: &[f32], row: &SampleRow, keys: &mut [u64]) -> u32 {
     Candidates { vocab: logits.len(), ordered, weight }.draw(row)
 }
 
-/// The candidates of one row. `weight` gives an id's.
+/// The candidates of one row; `weight` returns the weight of a token id.
 struct Candidates<'a, W> {
     vocab: usize,
     ordered: Ordered<'a>,
@@ -172,30 +177,31 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
         }
         if row.top_p < 1.0 {
             let total = if row.top_k > 0 { self.sum_in_order(kept) } else { self.count_and_sum_by_id(0.0).1 };
-            let share = f64::from(row.top_p) * total;
-            kept = self.prefix_where(kept, |sum| sum >= share);
+            let enough = f64::from(row.top_p) * total;
+            kept = self.prefix_where(kept, |sum| sum >= enough);
         }
-        // Weights are F32 numbers, and so is the least one.
-        let least = f64::from(row.min_p * self.weight_at(0) as f32);
+        // Weights are F32 numbers, so the smallest one kept is rounded to F32 too.
+        let min = f64::from(row.min_p * self.weight_at(0) as f32);
         let uniform = uniform(row.seed, row.position.into());
-        let drawn = if kept == self.vocab {
-            let (kept, sum) = self.count_and_sum_by_id(least);
+        let sampled = if kept == self.vocab {
+            let (kept, sum) = self.count_and_sum_by_id(min);
             self.draw_about(kept.max(1), uniform, sum)
         } else {
-            let kept = self.count_in_order(kept, least).max(1);
+            let kept = self.count_in_order(kept, min).max(1);
             self.draw_exactly(kept, uniform)
         };
-        self.ordered.id(drawn) as u32
+        self.ordered.id(sampled) as u32
     }
 
-    /// The drawn candidate's place in the order.
+    /// Returns the rank of the sampled candidate, using the sum in candidate order.
     fn draw_exactly(&mut self, kept: usize, uniform: f32) -> usize {
         let threshold = f64::from(uniform) * self.sum_in_order(kept);
         self.prefix_where(kept, |sum| sum > threshold) - 1
     }
 
-    /// The same, given the sum of the kept in another order. The two differ by less than two units in the
-    /// last place for each term, so a running sum outside these bounds is on the same side of both thresholds.
+    /// Returns the rank of the sampled candidate, given the sum of the kept weights in another order. The two
+    /// sums differ by less than two units in the last place per term, so a running sum outside these bounds
+    /// is on the same side of both thresholds.
     fn draw_about(&mut self, kept: usize, uniform: f32, sum: f64) -> usize {
         let threshold = f64::from(uniform) * sum;
         let slack = threshold * (self.vocab + 8) as f64 * 4.0 * f64::EPSILON;
@@ -205,48 +211,52 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
         if below == above { above - 1 } else { self.draw_exactly(kept, uniform) }
     }
 
-    fn weight_at(&mut self, place: usize) -> f64 {
-        (self.weight)(self.ordered.id(place))
+    fn weight_at(&mut self, rank: usize) -> f64 {
+        (self.weight)(self.ordered.id(rank))
     }
 
+    /// Returns the sum of the first `kept` weights, in candidate order.
     fn sum_in_order(&mut self, kept: usize) -> f64 {
-        (0..kept).map(|place| self.weight_at(place)).sum()
+        (0..kept).map(|rank| self.weight_at(rank)).sum()
     }
 
-    fn count_and_sum_by_id(&self, least: f64) -> (usize, f64) {
-        let kept = (0..self.vocab).map(&self.weight).filter(|&weight| weight >= least);
+    /// Returns the number and the sum, in id order, of the weights of at least `min`.
+    fn count_and_sum_by_id(&self, min: f64) -> (usize, f64) {
+        let kept = (0..self.vocab).map(&self.weight).filter(|&weight| weight >= min);
         kept.fold((0, 0.0), |(count, sum), weight| (count + 1, sum + weight))
     }
 
-    fn count_in_order(&mut self, kept: usize, least: f64) -> usize {
-        if least <= 0.0 {
+    /// Returns the number of the first `kept` candidates whose weight is at least `min`.
+    fn count_in_order(&mut self, kept: usize, min: f64) -> usize {
+        if min <= 0.0 {
             return kept;
         }
-        (0..kept).filter(|&place| self.weight_at(place) >= least).count()
+        (0..kept).filter(|&rank| self.weight_at(rank) >= min).count()
     }
 
-    /// Length of the shortest prefix, at least 1, whose sum of weights is `enough`; `kept` if none is.
+    /// Returns the length of the shortest prefix, at least 1, whose sum of weights satisfies `enough`; `kept`
+    /// if there is none.
     fn prefix_where(&mut self, kept: usize, enough: impl Fn(f64) -> bool) -> usize {
         let mut sum = 0.0;
-        for place in 0..kept {
-            sum += self.weight_at(place);
+        for rank in 0..kept {
+            sum += self.weight_at(rank);
             if enough(sum) {
-                return place + 1;
+                return rank + 1;
             }
         }
         kept
     }
 }
 
-/// Ids by value, largest first, ties by id; sorted as far as was asked.
+/// Token ids by descending value, ties by id, sorted as far as needed.
 struct Ordered<'a> {
-    /// The value, turned so that the largest is least, << 32 | id.
+    /// The value, mapped so that the largest comes first, << 32 | id.
     keys: &'a mut [u64],
     sorted: usize,
 }
 
 impl<'a> Ordered<'a> {
-    /// No value may be NaN.
+    /// Creates the keys of `values`, none of which may be NaN.
     fn new(values: impl Iterator<Item = f32>, keys: &'a mut [u64]) -> Ordered<'a> {
         for (id, (key, value)) in keys.iter_mut().zip(values).enumerate() {
             *key = u64::from(descending(value)) << 32 | id as u64;
@@ -254,16 +264,17 @@ impl<'a> Ordered<'a> {
         Ordered { keys, sorted: 0 }
     }
 
-    /// The id at a place of the order.
-    fn id(&mut self, place: usize) -> usize {
-        if place >= self.sorted {
-            self.sort_beyond(place);
+    /// Returns the id at a rank.
+    fn id(&mut self, rank: usize) -> usize {
+        if rank >= self.sorted {
+            self.sort_beyond(rank);
         }
-        self.keys[place] as u32 as usize
+        self.keys[rank] as u32 as usize
     }
 
-    fn sort_beyond(&mut self, place: usize) {
-        let end = FIRST_SORTED.max(4 * self.sorted).max(place + 1).min(self.keys.len());
+    /// Extends the sorted prefix beyond `rank`.
+    fn sort_beyond(&mut self, rank: usize) {
+        let end = FIRST_SORTED.max(4 * self.sorted).max(rank + 1).min(self.keys.len());
         let unsorted = &mut self.keys[self.sorted..];
         let count = end - self.sorted;
         if count < unsorted.len() {
@@ -274,23 +285,24 @@ impl<'a> Ordered<'a> {
     }
 }
 
-/// Bits that ascend as values descend; 0.0 and -0.0 have the same.
+/// Returns bits that ascend as values descend; 0.0 and -0.0 map to the same bits.
 fn descending(value: f32) -> u32 {
     let bits = (value + 0.0).to_bits();
     if bits >> 31 == 1 { bits } else { !bits & (u32::MAX >> 1) }
 }
 
-/// The largest logit's id; the lowest on ties; 0 when no logit is above negative infinity.
+/// Returns the id of the largest logit; the lowest id on ties; 0 when no logit is above negative infinity.
 fn greedy(logits: &[f32]) -> u32 {
     let largest = largest(logits, |logit| logit);
     if largest == f32::NEG_INFINITY {
         return 0;
     }
-    let place = logits.iter().position(|&logit| logit == largest);
-    place.expect("the largest logit is one of them; this is a bug") as u32
+    let id = logits.iter().position(|&logit| logit == largest);
+    id.expect("the largest logit is one of the logits; this is a bug") as u32
 }
 
-/// The largest of `value` of the logits; NaN counts as negative infinity. In lanes, so that it vectorises.
+/// Returns the largest `value` of the logits; NaN counts as negative infinity. Computed in lanes, so that it
+/// vectorizes.
 #[inline(always)]
 fn largest(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
@@ -304,6 +316,7 @@ fn largest(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
     rest.iter().map(|&logit| value(logit)).chain(lanes).fold(f32::NEG_INFINITY, f32::max)
 }
 
+/// Replaces NaN by negative infinity.
 fn or_lowest(value: f32) -> f32 {
     if value.is_nan() { f32::NEG_INFINITY } else { value }
 }

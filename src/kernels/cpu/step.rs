@@ -1,40 +1,41 @@
-//! The state of the slots, and the rows of the step at hand.
+//! State of the slots, and the rows of the current step.
 //!
-//! Invariant: after [`Step::new`] nothing here allocates; a batch beyond the limits is a bug and asserted.
+//! Invariant: after [`StepState::new`] nothing here allocates. A batch beyond the limits is a bug and fails
+//! an assertion.
 
 use crate::backend::{KvLayout, KvTable, StepLimits};
 use crate::batch::{Page, SINK_PAGE, SampleRow, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
 use crate::cpu::attention::RunItems;
 use std::ops::Range;
 
-/// Slot state and row map.
+/// The state of all slots, and the rows of the current step.
 pub struct Step {
     pub limits: StepLimits,
-    /// The last token drawn in each slot.
+    /// The last token sampled in each slot.
     last: Vec<u32>,
     own: Tables,
     cross: Tables,
-    /// The step's spans, as runs of rows, and their rows: the encoder's, then the decoder's.
-    runs: Vec<Run>,
+    /// The step's spans and their rows: first those of the encoder, then those of the decoder.
+    spans: Vec<Run>,
     rows: Vec<Row>,
-    /// Rows whose logits are wanted, and what to do with each.
+    /// Rows whose logits are wanted, and how to sample each.
     wanted: Vec<u32>,
     samples: Vec<SampleRow>,
     pub biases: Vec<(u32, f32)>,
     parts: [Part; 2],
-    /// The stack whose rows are the current ones.
+    /// The stack whose rows are selected.
     stack: SpanStack,
-    /// What attention needs to find a work item's run.
+    /// Attention's map from work items to spans.
     pub run_items: Vec<RunItems>,
 }
 
-/// One page table for each slot, (slots, len).
+/// One page table for each slot: (slots, len).
 struct Tables {
     entries: Vec<Page>,
     len: usize,
 }
 
-/// Where a stack's share of a step lies.
+/// The ranges of a step's spans and rows that belong to one stack.
 #[derive(Default)]
 struct Part {
     runs: Range<usize>,
@@ -42,21 +43,21 @@ struct Part {
     wanted: Range<usize>,
 }
 
-/// Consecutive rows of one sequence.
+/// A span of the current step: consecutive rows of one sequence.
 #[derive(Clone, Copy)]
 pub struct Run {
     pub slot: usize,
     /// Position of the first row.
     pub start: usize,
-    /// Its number among the rows of its stack.
+    /// Number of the first row among the rows of its stack.
     pub first_row: usize,
     pub len: usize,
-    /// Whether its token was drawn, not given.
+    /// Whether its tokens were generated rather than given.
     pub drawn: bool,
     pub table: SpanTable,
     pub reserved: usize,
     pub source: usize,
-    /// Of a scratch run: where its position 0 lies in the scratch cache.
+    /// Start of the span in the scratch cache, if it uses that.
     scratch: usize,
 }
 
@@ -65,19 +66,19 @@ pub struct Run {
 pub struct Row {
     pub token: u32,
     pub position: usize,
-    /// Number among the runs of its stack.
+    /// Number of its span among the spans of its stack.
     pub run: u32,
 }
 
 impl Step {
-    /// Empty slots and room for any step within `limits`.
+    /// Creates empty slots, with capacity for any step within `limits`.
     pub fn new(limits: &StepLimits) -> Step {
         Step {
             limits: *limits,
             last: vec![0; limits.slots],
             own: Tables::new(limits.slots, limits.table_len()),
             cross: Tables::new(limits.slots, limits.cross_table_len()),
-            runs: Vec::with_capacity(limits.rows),
+            spans: Vec::with_capacity(limits.rows),
             rows: Vec::with_capacity(limits.rows),
             wanted: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
@@ -88,20 +89,20 @@ impl Step {
         }
     }
 
-    /// Applies moves and table updates, and maps the rows.
+    /// Begins a step: applies slot moves and page table updates, and maps the rows.
     pub fn begin(&mut self, batch: &StepBatch) {
         assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
-        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "spans of the encoder come first");
+        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "encoder spans precede decoder spans");
         self.apply_moves(batch);
         for update in &batch.tables {
             match update.table {
                 KvTable::Own => self.own.set(update.slot as usize, update.index as usize, update.page),
                 KvTable::Cross => self.cross.set(update.slot as usize, update.index as usize, update.page),
-                KvTable::Scratch => panic!("there is no scratch table to write; this is a bug"),
+                KvTable::Scratch => panic!("the scratch cache has no page table to update; this is a bug"),
             }
         }
         self.map_rows(batch);
-        assert_eq!(self.wanted.len(), batch.samples.len(), "each wanted row has its entry");
+        assert_eq!(self.wanted.len(), batch.samples.len(), "each wanted row has a sampling entry");
         self.samples.clear();
         self.samples.extend_from_slice(&batch.samples);
         let biases = batch.biases.len();
@@ -111,12 +112,13 @@ impl Step {
         self.stack = SpanStack::Decoder;
     }
 
-    /// Makes the rows of a stack the current ones; gives their number.
+    /// Selects the rows of a stack; returns their number.
     pub fn select(&mut self, stack: SpanStack) -> usize {
         self.stack = stack;
         self.part().rows.len()
     }
 
+    /// Copies the state of moved slots.
     fn apply_moves(&mut self, batch: &StepBatch) {
         for moved in &batch.moves {
             debug_assert!(batch.moves.iter().all(|other| other.from != moved.to), "moves overlap");
@@ -128,27 +130,29 @@ impl Step {
         }
     }
 
+    /// Maps the spans of both stacks to rows.
     fn map_rows(&mut self, batch: &StepBatch) {
-        self.runs.clear();
+        self.spans.clear();
         self.rows.clear();
         self.wanted.clear();
         let (mut spans, mut scratch) = (batch.spans.iter().peekable(), 0);
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
-            let (from, wanted) = ((self.runs.len(), self.rows.len()), self.wanted.len());
+            let (before, wanted) = ((self.spans.len(), self.rows.len()), self.wanted.len());
             while let Some(span) = spans.next_if(|span| span.stack == stack) {
-                self.map_span(span, &batch.tokens, from, &mut scratch);
+                self.map_span(span, &batch.tokens, before, &mut scratch);
             }
             self.wanted.extend(batch.wanted_rows(stack).map(|row| row as u32));
             self.parts[stack as usize] = Part {
-                runs: from.0..self.runs.len(),
-                rows: from.1..self.rows.len(),
+                runs: before.0..self.spans.len(),
+                rows: before.1..self.rows.len(),
                 wanted: wanted..self.wanted.len(),
             };
         }
         assert!(scratch <= self.limits.scratch_positions(), "{scratch} positions exceed the scratch cache");
     }
 
-    /// `before` counts the runs and the rows of the stacks before this one, `scratch` the places taken.
+    /// Maps one span. `before` holds the numbers of spans and rows of earlier stacks, `scratch` the number of
+    /// scratch positions in use.
     fn map_span(&mut self, span: &Span, tokens: &[u32], before: (usize, usize), scratch: &mut usize) {
         self.check(span);
         let (slot, start, len) = (span.slot as usize, span.start as usize, span.len());
@@ -157,10 +161,10 @@ impl Step {
             SpanTokens::Given { at, .. } | SpanTokens::Drawn { at } => &tokens[at as usize..][..len],
             SpanTokens::Last => &last,
         };
-        let (run, first_row) = ((self.runs.len() - before.0) as u32, self.rows.len() - before.1);
-        let row = |(i, &token): (usize, &u32)| Row { token, position: start + i, run };
+        let (number, first_row) = ((self.spans.len() - before.0) as u32, self.rows.len() - before.1);
+        let row = |(i, &token): (usize, &u32)| Row { token, position: start + i, run: number };
         self.rows.extend(tokens.iter().enumerate().map(row));
-        self.runs.push(Run {
+        self.spans.push(Run {
             slot,
             start,
             first_row,
@@ -176,66 +180,73 @@ impl Step {
         }
     }
 
+    /// Asserts that a span is within the limits.
     fn check(&self, span: &Span) {
         let is_encoder = span.stack == SpanStack::Encoder;
         let (start, len) = (span.start as usize, span.len());
         let positions = if is_encoder { self.limits.source_positions } else { self.limits.positions };
         assert!((span.slot as usize) < self.limits.slots, "slot {} is beyond the slots", span.slot);
         assert!(len > 0 && start + len <= positions, "{span:?} is beyond the positions");
-        assert!(span.source as usize <= self.limits.source_positions, "{span:?} has too long a source");
+        assert!(
+            span.source as usize <= self.limits.source_positions,
+            "the encoder input of {span:?} is too long"
+        );
         assert_eq!(
             is_encoder,
             span.table == SpanTable::Scratch,
-            "an encoder's spans, and no others, are scratch"
+            "encoder spans, and only those, use the scratch cache"
         );
-        assert!(!is_encoder || start == 0, "{span:?} is not a whole source");
+        assert!(!is_encoder || start == 0, "{span:?} is not a complete encoder input");
     }
 
+    /// Returns the ranges of the selected stack.
     fn part(&self) -> &Part {
         &self.parts[self.stack as usize]
     }
 
-    /// The current rows.
+    /// Returns the selected rows.
     pub fn rows(&self) -> &[Row] {
         &self.rows[self.part().rows.clone()]
     }
 
-    /// The runs of the current rows.
+    /// Returns the spans of the selected rows.
     pub fn runs(&self) -> &[Run] {
-        &self.runs[self.part().runs.clone()]
+        &self.spans[self.part().runs.clone()]
     }
 
-    /// The current rows whose logits are wanted, and what to do with each.
+    /// Returns the numbers of the selected rows whose logits are wanted.
     pub fn wanted(&self) -> &[u32] {
         &self.wanted[self.part().wanted.clone()]
     }
 
+    /// Returns how to sample each wanted row.
     pub fn samples(&self) -> &[SampleRow] {
         &self.samples[self.part().wanted.clone()]
     }
 
-    /// The run of a row.
+    /// Returns the span of a row.
     pub fn run_of(&self, row: &Row) -> &Run {
         &self.runs()[row.run as usize]
     }
 
-    /// Where `position` of a run's sequence, or of its source, lies: the page, and the position within it.
+    /// Returns the page that holds `position` of a span's sequence, or of its encoder input, and the position
+    /// within that page.
     #[inline(always)]
-    pub fn place(&self, run: &Run, table: KvTable, position: usize) -> (Page, usize) {
+    pub fn place(&self, span: &Run, table: KvTable, position: usize) -> (Page, usize) {
         let size = self.limits.page_positions;
-        let page = match (table, run.table) {
+        let page = match (table, span.table) {
             (KvTable::Scratch, _) => {
-                let at = run.scratch + position;
+                let at = span.scratch + position;
                 return ((at / size) as Page, at % size);
             }
             (_, SpanTable::Sink) => SINK_PAGE,
-            (KvTable::Own, _) => self.own.of(run.slot)[position / size],
-            (KvTable::Cross, _) => self.cross.of(run.slot)[position / size],
+            (KvTable::Own, _) => self.own.of(span.slot)[position / size],
+            (KvTable::Cross, _) => self.cross.of(span.slot)[position / size],
         };
         (page, position % size)
     }
 
-    /// One of a slot's page tables.
+    /// Returns one of a slot's page tables.
     pub fn table(&self, slot: usize, table: KvTable) -> &[Page] {
         match table {
             KvTable::Own => self.own.of(slot),
@@ -244,11 +255,12 @@ impl Step {
         }
     }
 
-    /// Remembers the token drawn for wanted row number `wanted`, unless its result is to be discarded.
+    /// Stores the token sampled for wanted row number `wanted` as its slot's last token, unless the result is
+    /// to be discarded.
     pub fn remember(&mut self, wanted: usize, token: u32) {
-        let run = *self.run_of(&self.rows()[self.wanted()[wanted] as usize]);
-        if run.table != SpanTable::Sink {
-            self.last[run.slot] = token;
+        let span = *self.run_of(&self.rows()[self.wanted()[wanted] as usize]);
+        if span.table != SpanTable::Sink {
+            self.last[span.slot] = token;
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What the conformance suite cannot see: that bits agree across instruction sets, threads and tilings.
+//! Tests of what the conformance suite cannot check: that results agree bit for bit across instruction sets,
+//! numbers of threads and tilings.
 
 use super::*;
 use crate::conformance::{few_types, fingerprint, noise, split_bits};
@@ -13,9 +14,9 @@ fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
         .ok()
 }
 
-/// One type for all ways of making a backend, so that what is made with them is compiled once.
-fn make(of: &(dyn Fn() -> CpuBackend + Sync)) -> &(dyn Fn() -> CpuBackend + Sync) {
-    of
+/// Returns a closure as a trait object, so that generic code that takes it is compiled once.
+fn make(new: &(dyn Fn() -> CpuBackend + Sync)) -> &(dyn Fn() -> CpuBackend + Sync) {
+    new
 }
 
 fn limits(rows: usize, vocab: usize) -> StepLimits {
@@ -40,64 +41,63 @@ fn f32_buf(values: &[f32]) -> HostBuf {
     buf
 }
 
-/// Bits of x (rows, inp) · wᵀ, row by row.
-fn product(cpu: &mut CpuBackend, ty: QuantType, rows: usize, out: usize, inp: usize) -> Vec<Vec<u32>> {
-    Factors::new(ty, out, inp).product(cpu, rows)
+/// Returns the bits of x (m, k) · wᵀ, row by row.
+fn product(cpu: &mut CpuBackend, ty: QuantType, rows: usize, n: usize, k: usize) -> Vec<Vec<u32>> {
+    Factors::new(ty, n, k).product(cpu, rows)
 }
 
-/// What products of so many rows, and fewer, are made of.
+/// Operands of GEMMs with up to [`GemmOperands::ROWS`] rows.
 struct Factors {
     ty: QuantType,
-    out: usize,
-    inp: usize,
-    codes: Vec<u8>,
+    n: usize,
+    k: usize,
+    weights: Vec<u8>,
     x: Vec<f32>,
 }
 
 impl Factors {
     const ROWS: usize = 64;
 
-    fn new(ty: QuantType, out: usize, inp: usize) -> Factors {
-        let mut codes = vec![0; ty.bytes(out * inp).unwrap()];
-        ty.quantize(&noise(1, out * inp), &mut codes);
-        Factors { ty, out, inp, codes, x: noise(2, Factors::ROWS * inp) }
+    fn new(ty: QuantType, n: usize, k: usize) -> Factors {
+        let mut weights = vec![0; ty.bytes(n * k).unwrap()];
+        ty.quantize(&noise(1, n * k), &mut weights);
+        Factors { ty, n, k, weights, x: noise(2, Factors::ROWS * k) }
     }
 
     fn product(&self, cpu: &mut CpuBackend, rows: usize) -> Vec<Vec<u32>> {
-        let Factors { ty, out, inp, codes, x } = self;
+        let Factors { ty, n, k, weights, x } = self;
         cpu.prepare(&limits(rows, 1)).unwrap();
-        let w = cpu.upload_weight(*ty, *out, *inp, codes).unwrap();
-        let (x, bias) = (f32_buf(&x[..rows * inp]), f32_buf(&noise(3, *out)));
-        let mut y = cpu.alloc(rows * out * 4).unwrap();
+        let w = cpu.upload_weight(*ty, *n, *k, weights).unwrap();
+        let (x, bias) = (f32_buf(&x[..rows * k]), f32_buf(&noise(3, *n)));
+        let mut y = cpu.alloc(rows * n * 4).unwrap();
         cpu.matmul(rows, &w, Some(&bias), &x, &mut y);
-        y.f32().chunks(*out).map(|row| row.iter().map(|y| y.to_bits()).collect()).collect()
+        y.f32().chunks(*n).map(|row| row.iter().map(|y| y.to_bits()).collect()).collect()
     }
 }
 
-/// The instruction sets that this machine has, without a second name for one of them.
+/// Returns the instruction sets that this machine has, without `Auto`.
 fn isas() -> impl Iterator<Item = Isa> {
     let named = |isa: &Isa| *isa != Isa::Auto && backend(*isa, 1).is_some();
     let best = backend(Isa::Auto, 1).expect("there is always an instruction set").isa();
-    assert!(backend(best, 1).is_some(), "the best one has a name, {best:?}");
+    assert!(backend(best, 1).is_some(), "the best one has a name: {best:?}");
     Isa::ALL.into_iter().filter(named)
 }
 
 #[test]
-fn products_have_the_same_bits_in_any_arrangement() {
-    // Odd ends, several cuts, panels and items; a width at which few outs fit a panel.
-    for (out, inp) in [(5, 33), (129, 1000), (131, 992), (67, 2048), (10, 20_000)] {
-        for ty in few_types().filter(|ty| ty.bytes(inp).is_some()) {
-            let factors = Factors::new(ty, out, inp);
+fn gemms_have_the_same_bits_for_any_tiling_and_threads() {
+    // Incomplete vectors and blocks, several slices, panels and items; and a width at which few outputs fit a
+    // panel.
+    for (n, k) in [(5, 33), (129, 1000), (131, 992), (67, 2048), (10, 20_000)] {
+        for ty in few_types().filter(|ty| ty.bytes(k).is_some()) {
+            let operands = Factors::new(ty, n, k);
             for isa in isas() {
-                let whole = factors.product(&mut backend(isa, 1).expect("it was there"), Factors::ROWS);
+                let whole = operands
+                    .product(&mut backend(isa, 1).expect("this instruction set is available"), Factors::ROWS);
                 for threads in 1..4 {
-                    let mut cpu = backend(isa, threads).expect("it was there");
+                    let mut cpu = backend(isa, threads).expect("this instruction set is available");
                     for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 64] {
-                        let part = factors.product(&mut cpu, rows);
-                        assert!(
-                            part[..] == whole[..rows],
-                            "{isa:?} {threads} threads {ty} {rows}x{inp}x{out}"
-                        );
+                        let part = operands.product(&mut cpu, rows);
+                        assert!(part[..] == whole[..rows], "{isa:?} {threads} threads {ty} {rows}x{k}x{n}");
                     }
                 }
             }
@@ -111,41 +111,46 @@ fn fused_instruction_sets_have_the_same_bits() {
     for isa in [Isa::Amx, Isa::Avx512, Isa::Avx512F] {
         let Some(mut wide) = backend(isa, 2) else { continue };
         for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
-            if ty.operand(wide.inputs) == Operand::Bf16 {
+            if ty.operand(wide.activation_precision) == Operand::Bf16 {
                 continue;
             }
-            let inp = if ty.is_blocked() { 1024 } else { 1001 };
-            assert!(product(&mut wide, ty, 37, 130, inp) == product(&mut narrow, ty, 37, 130, inp), "{ty}");
+            let k = if ty.is_blocked() { 1024 } else { 1001 };
+            assert!(product(&mut wide, ty, 37, 130, k) == product(&mut narrow, ty, 37, 130, k), "{ty}");
         }
     }
     let Some(_) = backend(Isa::Avx512F, 2) else { return };
-    let bits = |isa| fingerprint::<CpuBackend>(&make(&|| backend(isa, 2).expect("it was there")));
+    let bits = |isa| {
+        fingerprint::<CpuBackend>(&make(&|| backend(isa, 2).expect("this instruction set is available")))
+    };
     assert!(bits(Isa::Avx512F) == bits(Isa::Avx2));
 }
 
-/// One thread folds splits as it goes, several have them apart.
+/// One thread merges the results of splits as it goes; several threads store them separately.
 #[test]
-fn attention_over_splits_has_the_same_bits_in_any_arrangement() {
+fn attention_over_splits_has_the_same_bits_with_any_number_of_threads() {
     let mut fused: Option<Vec<u32>> = None;
-    // The other sets differ from these in products alone.
+    // The other instruction sets differ from these only in GEMMs.
     for isa in [Isa::Avx512F, Isa::Avx2, Isa::Portable] {
         if backend(isa, 1).is_none() {
             continue;
         }
-        let bits =
-            |threads| split_bits::<CpuBackend>(&make(&|| backend(isa, threads).expect("it was there")));
+        let bits = |threads| {
+            split_bits::<CpuBackend>(&make(&|| {
+                backend(isa, threads).expect("this instruction set is available")
+            }))
+        };
         let alone = bits(1);
         for threads in 2..=4 {
             assert!(bits(threads) == alone, "{isa:?}, {threads} threads");
         }
         if isa != Isa::Portable {
-            assert!(alone == *fused.get_or_insert_with(|| alone.clone()), "{isa:?}, other bits");
+            assert!(alone == *fused.get_or_insert_with(|| alone.clone()), "{isa:?} gives other bits");
         }
     }
 }
 
 #[test]
-fn no_rows_give_nothing_and_do_no_harm() {
+fn a_gemm_without_rows_writes_nothing() {
     for isa in Isa::ALL {
         let Some(mut cpu) = backend(isa, 2) else { continue };
         cpu.prepare(&limits(1, 1)).unwrap();
@@ -158,18 +163,19 @@ fn no_rows_give_nothing_and_do_no_harm() {
     }
 }
 
-/// Even and odd products of 32 columns are summed apart, then together: what AMX does, and what makes one row's bits those of many.
+/// AMX sums even and odd products of 32 columns separately, then together. The order is the same for one row
+/// and for many.
 #[test]
-fn amx_sums_products_of_bf16_in_its_order() {
+fn amx_sums_bf16_products_in_the_documented_order() {
     let Some(mut cpu) = backend(Isa::Amx, 1) else { return };
-    let (rows, out, inp) = (17, 5, 70);
+    let (rows, n, k) = (17, 5, 70);
     let rounded = |values: Vec<f32>| -> Vec<f32> {
         values.iter().map(|value| half::bf16::from_f32(*value).to_f32()).collect()
     };
-    let (w, x) = (rounded(noise(1, out * inp)), rounded(noise(2, 64 * inp)));
-    let bias = noise(3, out);
+    let (w, x) = (rounded(noise(1, n * k)), rounded(noise(2, 64 * k)));
+    let bias = noise(3, n);
     let element = |row: usize, o: usize| {
-        let columns = x[row * inp..][..inp].chunks(32).zip(w[o * inp..][..inp].chunks(32));
+        let columns = x[row * k..][..k].chunks(32).zip(w[o * k..][..k].chunks(32));
         let sums = columns.map(|(x, w)| {
             let mut sums = [0f32; 2];
             for (i, (x, w)) in x.iter().zip(w).enumerate() {
@@ -179,13 +185,13 @@ fn amx_sums_products_of_bf16_in_its_order() {
         });
         (sums.fold(0f32, |total, sum| total + sum) + bias[o]).to_bits()
     };
-    for (row, got) in product(&mut cpu, QuantType::BF16, rows, out, inp).iter().enumerate() {
-        let expected: Vec<u32> = (0..out).map(|o| element(row, o)).collect();
+    for (row, got) in product(&mut cpu, QuantType::BF16, rows, n, k).iter().enumerate() {
+        let expected: Vec<u32> = (0..n).map(|o| element(row, o)).collect();
         assert_eq!(*got, expected, "row {row}");
     }
 }
 
-/// A slot's last token, whose successor is wanted.
+/// Returns a span with a slot's last token, whose successor is wanted.
 fn span(slot: u32) -> Span {
     Span {
         model: SpanModel::Target,
@@ -200,7 +206,7 @@ fn span(slot: u32) -> Span {
     }
 }
 
-/// Draws with many seeds from one row of logits, on device and by definition.
+/// Samples with many seeds from one row of logits, on the device and with the reference, and compares.
 fn draws_agree(logits: &[f32], rows: &[SampleRow]) {
     let mut cpu = backend(Isa::Auto, 2).expect("there is always an instruction set");
     cpu.prepare(&limits(rows.len(), logits.len())).unwrap();
@@ -215,7 +221,7 @@ fn draws_agree(logits: &[f32], rows: &[SampleRow]) {
 }
 
 #[test]
-fn draws_from_flat_and_steep_rows_are_the_definitions() {
+fn samples_from_flat_and_steep_logits_equal_the_references() {
     for (tag, steepness) in [(1, 0.0), (2, 1e-3), (3, 1.0), (4, 4.0), (5, 60.0)] {
         let logits: Vec<f32> = noise(tag, 5000).iter().map(|x| x * steepness).collect();
         let mut rows = Vec::new();
@@ -245,7 +251,7 @@ fn draws_from_flat_and_steep_rows_are_the_definitions() {
     }
 }
 
-/// Attention of 4 rows, each of which sees all, with a bias of that reach.
+/// Runs attention of 4 rows, each of which sees all, with a bias of the given reach.
 fn biased(reach: usize) {
     let mut cpu = backend(Isa::Auto, 1).expect("there is always an instruction set");
     cpu.prepare(&StepLimits { source_positions: 4, ..limits(4, 1) }).unwrap();
@@ -264,18 +270,18 @@ fn biased(reach: usize) {
 }
 
 #[test]
-fn a_bias_that_just_reaches_will_do() {
+fn a_bias_that_covers_every_distance_is_accepted() {
     biased(4);
 }
 
 #[test]
-#[should_panic(expected = "the bias reaches every distance")]
-fn a_bias_that_does_not_reach_is_refused() {
+#[should_panic(expected = "the relative position bias covers every distance")]
+fn a_bias_that_does_not_cover_every_distance_is_rejected() {
     biased(3);
 }
 
 #[test]
-fn what_cannot_be_made_is_said() {
+fn a_backend_needs_a_thread_and_describes_itself() {
     assert!(CpuBackend::new(CpuConfig { threads: 0, isa: Isa::Auto, inputs: Inputs::Coded }).is_err());
     let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Portable, inputs: Inputs::Coded }).unwrap();
     assert_eq!(cpu.describe(), "cpu (portable, 2 threads)");

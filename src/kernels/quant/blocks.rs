@@ -1,111 +1,116 @@
-//! Formats of blocks, as ggml defines them: 32 numbers share a scale in F16, little-endian, which comes first.
+//! Block formats of ggml: 32 elements share an F16 scale, little-endian, which comes first.
 //!
-//! | format | after the scale | value |
+//! | format | after the scale | value of quant q |
 //! |---|---|---|
-//! | Q8_0 | 32 signed bytes | code * scale |
-//! | Q4_0 | 16 bytes: low halves for numbers 0 to 15, high halves for 16 to 31 | (code - 8) * scale |
-//! | Q4_1 | the least number in F16, the same 16 bytes | code * scale + least |
-//! | Q5_0 | 4 bytes, bit n is the upper bit of code n, the same 16 bytes | (code - 16) * scale |
-//! | Q5_1 | the least number in F16, the same 4 and 16 bytes | code * scale + least |
+//! | Q8_0 | 32 signed bytes | q * scale |
+//! | Q4_0 | 16 bytes: low nibbles for elements 0 to 15, high nibbles for 16 to 31 | (q - 8) * scale |
+//! | Q4_1 | the minimum in F16, the same 16 bytes | q * scale + minimum |
+//! | Q5_0 | 4 bytes, bit i is the high bit of quant i, the same 16 bytes | (q - 16) * scale |
+//! | Q5_1 | the minimum in F16, the same 4 and 16 bytes | q * scale + minimum |
 //!
-//! Invariant: the codes of numbers that the format can hold are those of ggml's reference, byte for byte.
+//! Invariant: for numbers that the format can represent, the bytes are those of ggml's reference.
 
 use super::{bounded, half_at, put_half};
 use half::f16;
 
-/// Numbers of a block.
+/// Elements of a block.
 pub const NUMBERS: usize = 32;
 
-/// Bytes before the codes.
+/// Bytes of a scale or a minimum.
 pub const SCALE_BYTES: usize = 2;
 
-/// Bytes of a block.
+/// Bytes of a block of Q8_0.
 pub const Q8_0_BYTES: usize = SCALE_BYTES + NUMBERS;
+/// Bytes of a block of Q4_0.
 pub const Q4_0_BYTES: usize = SCALE_BYTES + NUMBERS / 2;
+/// Bytes of a block of Q4_1.
 pub const Q4_1_BYTES: usize = Q4_0_BYTES + SCALE_BYTES;
+/// Bytes of a block of Q5_0.
 pub const Q5_0_BYTES: usize = Q4_0_BYTES + NUMBERS / 8;
+/// Bytes of a block of Q5_1.
 pub const Q5_1_BYTES: usize = Q5_0_BYTES + SCALE_BYTES;
 
 pub(super) fn dequantize_q8_0(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q8_0_BYTES, NUMBERS>(bytes, out) {
-        let (scale, codes) = parts(block);
-        for (out, code) in out.iter_mut().zip(codes) {
-            *out = f32::from(*code as i8) * scale;
+        let (scale, quants) = parts(block);
+        for (out, quant) in out.iter_mut().zip(quants) {
+            *out = f32::from(*quant as i8) * scale;
         }
     }
 }
 
 pub(super) fn dequantize_q4_0(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q4_0_BYTES, NUMBERS>(bytes, out) {
-        let (scale, codes) = parts(block);
-        let value = |code: u8| f32::from(code as i8 - 8) * scale;
+        let (scale, quants) = parts(block);
+        let value = |quant: u8| f32::from(quant as i8 - 8) * scale;
         let (low, high) = out.split_at_mut(NUMBERS / 2);
-        for ((low, high), codes) in low.iter_mut().zip(high).zip(codes) {
-            (*low, *high) = (value(codes & 15), value(codes >> 4));
+        for ((low, high), quants) in low.iter_mut().zip(high).zip(quants) {
+            (*low, *high) = (value(quants & 15), value(quants >> 4));
         }
     }
 }
 
-/// The largest magnitude becomes 127. Codes follow from the scale as it was before it became an F16; halves
-/// are rounded away from zero.
+/// Quantizes to Q8_0: the largest magnitude becomes 127. The quants use the scale before its conversion to
+/// F16, and ties are rounded away from zero.
 pub(super) fn quantize_q8_0(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q8_0_BYTES>(values, out) {
         let values = &values.map(|value| bounded(value, 127.0));
         let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
         let scale = largest / 127.0;
         let inverse = inverse(scale);
-        for (code, value) in put_scale(scale, block).iter_mut().zip(values) {
-            *code = (value * inverse).round() as i8 as u8;
+        for (quant, value) in put_scale(scale, block).iter_mut().zip(values) {
+            *quant = (value * inverse).round() as i8 as u8;
         }
     }
 }
 
-/// The number of the largest magnitude, the first of equals, becomes -8 whatever its sign: the scale has the
-/// opposite one. A number as large on the other side would become 8, and becomes 7.
+/// Quantizes to Q4_0: the element with the largest magnitude (the first of equals) becomes -8 whatever its
+/// sign, because the scale has the opposite sign. An equally large element of the other sign would become 8,
+/// and is clamped to 7.
 pub(super) fn quantize_q4_0(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q4_0_BYTES>(values, out) {
         let values = &values.map(|value| bounded(value, 8.0));
-        let further = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
-        let scale = values.iter().fold(0.0, further) / -8.0;
+        let larger = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
+        let scale = values.iter().fold(0.0, larger) / -8.0;
         let inverse = inverse(scale);
-        let code = |value: &f32| ((value * inverse + 8.5) as i8).min(15) as u8;
+        let quant = |value: &f32| ((value * inverse + 8.5) as i8).min(15) as u8;
         let (low, high) = values.split_at(NUMBERS / 2);
-        for (codes, (low, high)) in put_scale(scale, block).iter_mut().zip(low.iter().zip(high)) {
-            *codes = code(low) | code(high) << 4;
+        for (quants, (low, high)) in put_scale(scale, block).iter_mut().zip(low.iter().zip(high)) {
+            *quants = quant(low) | quant(high) << 4;
         }
     }
 }
 
-/// Codes of 4 bits, and of 5 where there are upper bits.
-fn spread(upper: u32, codes: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {
+/// Unpacks 32 quants of 4 bits, or of 5 bits with the high bits `upper`, and writes the `value` of each.
+fn spread(upper: u32, quants: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {
     let (low, high) = out.split_at_mut(NUMBERS / 2);
-    for (n, ((low, high), codes)) in low.iter_mut().zip(high).zip(codes).enumerate() {
+    for (n, ((low, high), quants)) in low.iter_mut().zip(high).zip(quants).enumerate() {
         let upper = |n: usize| (upper >> n & 1) as u8 * 16;
-        (*low, *high) = (value(codes & 15 | upper(n)), value(codes >> 4 | upper(n + NUMBERS / 2)));
+        (*low, *high) = (value(quants & 15 | upper(n)), value(quants >> 4 | upper(n + NUMBERS / 2)));
     }
 }
 
-/// Codes up to a highest where they lie behind scales and least numbers: upper bits first where there are some. Bytes of
-/// their own have 127 less.
-pub(super) fn put_codes(highest: u8, codes: &[u8], to: &mut [u8]) {
+/// Writes 32 quants of at most `highest` behind scale and minimum. 5-bit quants have their high bits first.
+/// 8-bit quants are stored with an offset of -127.
+pub(super) fn put_codes(highest: u8, quants: &[u8], to: &mut [u8]) {
     let mut values = [0f32; NUMBERS];
-    values.iter_mut().zip(codes).for_each(|(value, code)| *value = f32::from(*code));
+    values.iter_mut().zip(quants).for_each(|(value, quant)| *value = f32::from(*quant));
     match highest {
-        ..16 => _ = gather(&values, to, |code| code as u8),
+        ..16 => _ = gather(&values, to, |quant| quant as u8),
         16..32 => {
             let (upper, lower) = to.split_at_mut(NUMBERS / 8);
-            upper.copy_from_slice(&gather(&values, lower, |code| code as u8).to_le_bytes());
+            upper.copy_from_slice(&gather(&values, lower, |quant| quant as u8).to_le_bytes());
         }
-        32.. => to.iter_mut().zip(codes).for_each(|(to, code)| *to = code.wrapping_sub(127)),
+        32.. => to.iter_mut().zip(quants).for_each(|(to, quant)| *to = quant.wrapping_sub(127)),
     }
 }
 
-/// The reverse; the upper bits.
-fn gather(values: &[f32], codes: &mut [u8], code: impl Fn(f32) -> u8) -> u32 {
+/// Packs the quants of 32 values as nibbles, and returns the high bits.
+fn gather(values: &[f32], quants: &mut [u8], quant: impl Fn(f32) -> u8) -> u32 {
     let (low, high) = values.split_at(NUMBERS / 2);
     let mut upper = 0;
-    for (n, (to, (low, high))) in codes.iter_mut().zip(low.iter().zip(high)).enumerate() {
-        let (low, high) = (code(*low), code(*high));
+    for (n, (to, (low, high))) in quants.iter_mut().zip(low.iter().zip(high)).enumerate() {
+        let (low, high) = (quant(*low), quant(*high));
         *to = low & 15 | high << 4;
         upper |= u32::from(low >> 4) << n | u32::from(high >> 4) << (n + NUMBERS / 2);
     }
@@ -118,49 +123,49 @@ fn word(bytes: &[u8]) -> u32 {
 
 pub(super) fn dequantize_q4_1(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q4_1_BYTES, NUMBERS>(bytes, out) {
-        let (scale, least) = (half_at(block, 0), half_at(block, 2));
-        spread(0, &block[4..], out, |code| scale * f32::from(code) + least);
+        let (scale, minimum) = (half_at(block, 0), half_at(block, 2));
+        spread(0, &block[4..], out, |quant| scale * f32::from(quant) + minimum);
     }
 }
 
 pub(super) fn dequantize_q5_0(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q5_0_BYTES, NUMBERS>(bytes, out) {
         let scale = half_at(block, 0);
-        spread(word(&block[2..]), &block[6..], out, |code| scale * f32::from(code as i8 - 16));
+        spread(word(&block[2..]), &block[6..], out, |quant| scale * f32::from(quant as i8 - 16));
     }
 }
 
 pub(super) fn dequantize_q5_1(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in pairs::<_, _, Q5_1_BYTES, NUMBERS>(bytes, out) {
-        let (scale, least) = (half_at(block, 0), half_at(block, 2));
-        spread(word(&block[4..]), &block[8..], out, |code| scale * f32::from(code) + least);
+        let (scale, minimum) = (half_at(block, 0), half_at(block, 2));
+        spread(word(&block[4..]), &block[8..], out, |quant| scale * f32::from(quant) + minimum);
     }
 }
 
-/// Least number, scale and its inverse of a block with that many steps.
+/// Returns the minimum, the scale and its reciprocal for a block with `steps` steps.
 fn range(values: &[f32], steps: f32) -> (f32, f32, f32) {
-    let least = values.iter().copied().fold(f32::INFINITY, f32::min);
+    let minimum = values.iter().copied().fold(f32::INFINITY, f32::min);
     let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let scale = (largest - least) / steps;
-    (least, scale, inverse(scale))
+    let scale = (largest - minimum) / steps;
+    (minimum, scale, inverse(scale))
 }
 
 pub(super) fn quantize_q4_1(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q4_1_BYTES>(values, out) {
         let values = &values.map(|value| bounded(value, 1.0));
-        let (least, scale, inverse) = range(values, 15.0);
+        let (minimum, scale, inverse) = range(values, 15.0);
         put_half(block, 0, scale);
-        put_half(block, 2, least);
-        gather(values, &mut block[4..], |value| (((value - least) * inverse + 0.5) as u8).min(15));
+        put_half(block, 2, minimum);
+        gather(values, &mut block[4..], |value| (((value - minimum) * inverse + 0.5) as u8).min(15));
     }
 }
 
-/// As in Q4_0: the number of the largest magnitude, the first of equals, becomes -16.
+/// Quantizes to Q5_0: as in Q4_0, the element with the largest magnitude (the first of equals) becomes -16.
 pub(super) fn quantize_q5_0(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q5_0_BYTES>(values, out) {
         let values = &values.map(|value| bounded(value, 16.0));
-        let further = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
-        let scale = values.iter().fold(0.0, further) / -16.0;
+        let larger = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
+        let scale = values.iter().fold(0.0, larger) / -16.0;
         let inverse = inverse(scale);
         put_half(block, 0, scale);
         let upper = gather(values, &mut block[6..], |value| ((value * inverse + 16.5) as i8).min(31) as u8);
@@ -171,60 +176,61 @@ pub(super) fn quantize_q5_0(values: &[f32], out: &mut [u8]) {
 pub(super) fn quantize_q5_1(values: &[f32], out: &mut [u8]) {
     for (values, block) in pairs::<_, _, NUMBERS, Q5_1_BYTES>(values, out) {
         let values = &values.map(|value| bounded(value, 1.0));
-        let (least, scale, inverse) = range(values, 31.0);
+        let (minimum, scale, inverse) = range(values, 31.0);
         put_half(block, 0, scale);
-        put_half(block, 2, least);
+        put_half(block, 2, minimum);
         let upper =
-            gather(values, &mut block[8..], |value| (((value - least) * inverse + 0.5) as u8).min(31));
+            gather(values, &mut block[8..], |value| (((value - minimum) * inverse + 0.5) as u8).min(31));
         block[4..8].copy_from_slice(&upper.to_le_bytes());
     }
 }
 
-/// A code is 128 more than the byte says.
-pub(super) fn split_q8_0(block: &[u8], codes: &mut [u8], head: &mut [u8]) {
-    head.copy_from_slice(&block[..SCALE_BYTES]);
-    codes.iter_mut().zip(&block[SCALE_BYTES..]).for_each(|(code, byte)| *code = byte ^ 0x80);
+/// Splits a block of Q8_0. An unsigned quant is the signed byte plus 128.
+pub(super) fn split_q8_0(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
+    params.copy_from_slice(&block[..SCALE_BYTES]);
+    quants.iter_mut().zip(&block[SCALE_BYTES..]).for_each(|(quant, byte)| *quant = byte ^ 0x80);
 }
 
-pub(super) fn join_q8_0(codes: &[u8], head: &[u8], block: &mut [u8]) {
-    block[..SCALE_BYTES].copy_from_slice(head);
-    block[SCALE_BYTES..].iter_mut().zip(codes).for_each(|(byte, code)| *byte = code ^ 0x80);
+pub(super) fn join_q8_0(quants: &[u8], params: &[u8], block: &mut [u8]) {
+    block[..SCALE_BYTES].copy_from_slice(params);
+    block[SCALE_BYTES..].iter_mut().zip(quants).for_each(|(byte, quant)| *byte = quant ^ 0x80);
 }
 
-pub(super) fn split_q4<const HEAD: usize>(block: &[u8], codes: &mut [u8], head: &mut [u8]) {
-    head.copy_from_slice(&block[..HEAD]);
-    let (low, high) = codes.split_at_mut(NUMBERS / 2);
+pub(super) fn split_q4<const HEAD: usize>(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
+    params.copy_from_slice(&block[..HEAD]);
+    let (low, high) = quants.split_at_mut(NUMBERS / 2);
     for ((low, high), both) in low.iter_mut().zip(high).zip(&block[HEAD..]) {
         (*low, *high) = (both & 15, both >> 4);
     }
 }
 
-pub(super) fn join_q4<const HEAD: usize>(codes: &[u8], head: &[u8], block: &mut [u8]) {
-    block[..HEAD].copy_from_slice(head);
-    let (low, high) = codes.split_at(NUMBERS / 2);
+pub(super) fn join_q4<const HEAD: usize>(quants: &[u8], params: &[u8], block: &mut [u8]) {
+    block[..HEAD].copy_from_slice(params);
+    let (low, high) = quants.split_at(NUMBERS / 2);
     for ((low, high), both) in low.iter().zip(high).zip(&mut block[HEAD..]) {
         *both = low | high << 4;
     }
 }
 
+/// Returns the reciprocal, or 0 for 0.
 fn inverse(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
-/// A block's scale, and its codes.
+/// Returns the scale of a block and the bytes after it.
 fn parts<const N: usize>(block: &[u8; N]) -> (f32, &[u8]) {
-    let (scale, codes) = block.split_at(SCALE_BYTES);
-    (f16::from_le_bytes([scale[0], scale[1]]).to_f32(), codes)
+    let (scale, quants) = block.split_at(SCALE_BYTES);
+    (f16::from_le_bytes([scale[0], scale[1]]).to_f32(), quants)
 }
 
-/// Writes a block's scale; the room for its codes.
+/// Writes the scale of a block, and returns the bytes after it.
 fn put_scale<const N: usize>(scale: f32, block: &mut [u8; N]) -> &mut [u8] {
-    let (to, codes) = block.split_at_mut(SCALE_BYTES);
+    let (to, quants) = block.split_at_mut(SCALE_BYTES);
     to.copy_from_slice(&f16::from_f32(scale).to_le_bytes());
-    codes
+    quants
 }
 
-/// Runs of N with runs of M, of which there must be as many, and nothing over.
+/// Pairs chunks of N with chunks of M. Asserts that both slices have the same number of whole chunks.
 fn pairs<'a, A, B, const N: usize, const M: usize>(
     from: &'a [A],
     to: &'a mut [B],
@@ -238,7 +244,7 @@ fn pairs<'a, A, B, const N: usize, const M: usize>(
 mod tests {
     use crate::quant::QuantType;
 
-    fn coded(ty: QuantType, values: &[f32]) -> Vec<u8> {
+    fn quantized(ty: QuantType, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; ty.bytes(values.len()).unwrap()];
         ty.quantize(values, &mut bytes);
         bytes
@@ -254,44 +260,46 @@ mod tests {
     #[test]
     fn a_block_is_read_as_it_is_described() {
         let half = [0x00, 0x38];
-        let codes: Vec<u8> = (0..32u8).map(|i| i.wrapping_mul(37)).collect();
-        let expected: Vec<f32> =
-            (0..32i32).map(|i| (i * 37 + 128).rem_euclid(256) - 128).map(|code| code as f32 / 2.0).collect();
-        assert_eq!(values(QuantType::Q8_0, &[&half[..], &codes].concat(), 32), expected);
+        let quants: Vec<u8> = (0..32u8).map(|i| i.wrapping_mul(37)).collect();
+        let expected: Vec<f32> = (0..32i32)
+            .map(|i| (i * 37 + 128).rem_euclid(256) - 128)
+            .map(|quant| quant as f32 / 2.0)
+            .collect();
+        assert_eq!(values(QuantType::Q8_0, &[&half[..], &quants].concat(), 32), expected);
 
-        let codes: Vec<u8> = (0..16u8).map(|i| i | (15 - i) << 4).collect();
+        let quants: Vec<u8> = (0..16u8).map(|i| i | (15 - i) << 4).collect();
         let expected: Vec<f32> =
-            (0..16).chain((0..16).rev()).map(|code: i32| (code - 8) as f32 / 2.0).collect();
-        assert_eq!(values(QuantType::Q4_0, &[&half[..], &codes].concat(), 32), expected);
+            (0..16).chain((0..16).rev()).map(|quant: i32| (quant - 8) as f32 / 2.0).collect();
+        assert_eq!(values(QuantType::Q4_0, &[&half[..], &quants].concat(), 32), expected);
     }
 
     #[test]
-    fn the_largest_number_fills_the_codes_and_zeros_stay_zero() {
+    fn the_largest_number_uses_the_full_range_and_zeros_stay_zero() {
         let mut block = [0.25f32; 64];
         block[..32].fill(0.0);
         (block[40], block[41]) = (-127.0, 127.0);
-        let bytes = coded(QuantType::Q8_0, &block);
+        let bytes = quantized(QuantType::Q8_0, &block);
         assert!(bytes[..34].iter().all(|byte| *byte == 0));
         assert_eq!(bytes[34..36], [0x00, 0x3c], "a scale of 1");
         assert_eq!((bytes[36 + 8] as i8, bytes[36 + 9] as i8, bytes[36]), (-127, 127, 0));
 
         (block[40], block[41]) = (16.0, -16.0);
-        let bytes = coded(QuantType::Q4_0, &block);
-        assert_eq!(bytes[..2], [0x00, 0x80], "the opposite of zero");
+        let bytes = quantized(QuantType::Q4_0, &block);
+        assert_eq!(bytes[..2], [0x00, 0x80], "a scale of negative zero");
         assert_eq!(values(QuantType::Q4_0, &bytes[..18], 32), [0.0; 32]);
         assert_eq!(bytes[18..20], [0x00, 0xc0], "the first of equals gives a scale of -2");
         assert_eq!(values(QuantType::Q4_0, &bytes[18..], 32)[8..10], [16.0, -14.0]);
     }
 
-    /// Within half a step of the block's scale, and what rounding that to 11 bits adds; a whole step where Q4_0
-    /// clips one end.
+    /// Values return within half a step of the scale of their block, plus its rounding to 11 bits; within a
+    /// whole step where Q4_0 clamps one end.
     #[test]
-    fn numbers_come_back_within_a_step_of_their_block() {
+    fn numbers_return_within_a_step_of_their_block() {
         let numbers = crate::conformance::noise(7, 4096);
-        for (ty, steps, codes) in [(QuantType::Q8_0, 0.57, 127.0), (QuantType::Q4_0, 1.01, 8.0)] {
-            let back = values(ty, &coded(ty, &numbers), numbers.len());
+        for (ty, steps, quants) in [(QuantType::Q8_0, 0.57, 127.0), (QuantType::Q4_0, 1.01, 8.0)] {
+            let back = values(ty, &quantized(ty, &numbers), numbers.len());
             for (block, back) in numbers.chunks(32).zip(back.chunks(32)) {
-                let step = block.iter().fold(0f32, |largest, v| largest.max(v.abs())) / codes;
+                let step = block.iter().fold(0f32, |largest, v| largest.max(v.abs())) / quants;
                 for (number, back) in block.iter().zip(back) {
                     assert!((number - back).abs() <= steps * step, "{ty}: {number} became {back}");
                 }

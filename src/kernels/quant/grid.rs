@@ -1,52 +1,56 @@
-//! The best evenly spaced numbers for a block's own, by weighted least squares: where they begin and how far they are apart.
+//! Weighted least-squares search for the best evenly spaced levels of a block: their minimum and their scale.
 //!
-//! From some first grids around the block's range: round to codes; solve for the base and the scale that suit those codes
-//! best, a system of two equations; take what the block can hold of them; and again. The least error wins, as the bytes
-//! give it back.
-//! Invariant: base and scale are held as bytes before an error counts.
+//! For several initial grids around the range of the block: round to quants; solve for the minimum and the
+//! scale that fit these quants best, a system of two equations; round the solution to what the block can
+//! store; repeat. The smallest error wins.
+//!
+//! Invariant: errors are computed with the minimum and the scale as the block stores them.
 
-use super::affine::Affine;
+use super::affine::AffineFormat;
 use super::search::{halved, inverse};
 use super::{blocks, group, put_half};
 use half::f16;
 
-/// `base + code * scale`, for codes from 0 to a highest.
+/// Evenly spaced levels `base + quant * scale`, for quants from 0 to a maximum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Line {
+    /// Level of quant 0.
     pub base: f32,
+    /// Spacing of the levels.
     pub scale: f32,
 }
 
-/// A format's block as the search sees it.
+/// The properties of a block format that the search needs.
 pub(super) trait Grid {
-    /// The largest code.
+    /// The largest quant.
     const HIGHEST: u8;
-    /// The code that stands for zero, where blocks hold no base.
+    /// The quant that represents zero, if blocks store no minimum.
     const ZERO: Option<u8> = None;
-    /// How far base and scale lie from their neighbours, where that is so far that neighbours are worth a try.
+    /// Spacing of the representable minima and scales, if it is so coarse that the search also tries
+    /// neighbors.
     const COARSE: Option<Line> = None;
 
-    /// What a block holds that should have these.
+    /// Rounds a minimum and a scale to what a block stores.
     fn held(line: Line) -> Line;
 
     /// Writes a block.
-    fn write(line: Line, codes: &[u8], block: &mut [u8]);
+    fn write(line: Line, quants: &[u8], block: &mut [u8]);
 }
 
-/// Numbers of the longest block.
+/// Elements of the longest block.
 const LONGEST: usize = 64;
 
-/// Numbers that are summed side by side.
+/// Elements that are summed in parallel.
 const LANES: usize = 8;
 
-/// How many steps more than it has codes for each first grid divides the range into.
+/// Initial grids: each divides the range into this many steps more than the largest quant.
 const STARTS: [f32; 7] = [-0.6, 0.0, 0.4, 0.8, 1.2, 1.6, 2.2];
 
-/// Rounds from each first grid, and from the best of what came of them.
+/// Refinement rounds from each initial grid, and from the best result of these.
 const ROUNDS: usize = 2;
 const LAST_ROUNDS: usize = 4;
 
-/// Writes the block that loses least of the values, each square times its weight. They are finite and not all the same.
+/// Writes the block with the smallest weighted squared error. The values are finite and not all equal.
 pub(super) fn search<G: Grid>(values: &[f32], weights: &[f32], block: &mut [u8]) {
     let run = Run::new(values, weights);
     let mut best = Best::default();
@@ -59,15 +63,15 @@ pub(super) fn search<G: Grid>(values: &[f32], weights: &[f32], block: &mut [u8])
         best.look_around::<G>(&run, step);
     }
     let line = best.line.unwrap_or(line);
-    let mut codes = [0; LONGEST];
+    let mut quants = [0; LONGEST];
     let inverse = inverse(line.scale);
-    for (to, value) in codes.iter_mut().zip(values) {
+    for (to, value) in quants.iter_mut().zip(values) {
         *to = code(*value, line, inverse, f32::from(G::HIGHEST)) as u8;
     }
-    G::write(line, &codes[..values.len()], block);
+    G::write(line, &quants[..values.len()], block);
 }
 
-/// Grids around the range of the values.
+/// Returns initial grids around the range of the values.
 fn starts<G: Grid>(values: &[f32]) -> impl Iterator<Item = Line> {
     let low = values.iter().copied().fold(f32::INFINITY, f32::min);
     let high = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -78,7 +82,7 @@ fn starts<G: Grid>(values: &[f32]) -> impl Iterator<Item = Line> {
             let scale = (high - low) / (highest + more);
             Line { base: (low + high - scale * highest) / 2.0, scale }
         }
-        // The number of the largest magnitude becomes code 0, which lies the furthest from zero.
+        // The element with the largest magnitude becomes quant 0, which is furthest from zero.
         Some(zero) => {
             let scale = extreme / -(f32::from(zero) + more - 1.0);
             Line { base: -f32::from(zero) * scale, scale }
@@ -86,14 +90,14 @@ fn starts<G: Grid>(values: &[f32]) -> impl Iterator<Item = Line> {
     })
 }
 
-/// The code whose number is nearest, ties to even.
+/// Returns the quant of the nearest level, ties to even.
 fn code(value: f32, line: Line, inverse: f32, highest: f32) -> f32 {
-    /// Added to a number below 2^22 it leaves no room for a fraction.
+    /// Rounding constant: added to a number below 2^22, it leaves no bits for a fraction.
     const WHOLE: f32 = 12_582_912.0;
     ((value - line.base) * inverse).max(0.0).min(highest) + WHOLE - WHOLE
 }
 
-/// The best grid so far, and what it loses.
+/// The best grid so far, and its error.
 #[derive(Default)]
 struct Best {
     line: Option<Line>,
@@ -101,7 +105,7 @@ struct Best {
 }
 
 impl Best {
-    /// Tries a grid, then what suits its codes best, so many times.
+    /// Evaluates a grid, then refines it up to `rounds` times.
     fn descend<G: Grid>(&mut self, run: &Run, start: Line, rounds: usize) {
         let mut line = G::held(start);
         for _ in 0..=rounds {
@@ -114,7 +118,7 @@ impl Best {
         }
     }
 
-    /// Tries the grids around the best.
+    /// Evaluates the neighbors of the best grid.
     fn look_around<G: Grid>(&mut self, run: &Run, step: Line) {
         let Some(line) = self.line else { return };
         for (across, along) in (-2i8..=2).flat_map(|across| (-2i8..=2).map(move |along| (across, along))) {
@@ -124,9 +128,10 @@ impl Best {
         }
     }
 
+    /// Evaluates a grid and keeps it if it is the best.
     fn weigh<G: Grid>(&mut self, run: &Run, line: Line) -> Sums {
         let sums = run.sums(line, f32::from(G::HIGHEST));
-        // What a block cannot hold has an error that is no number.
+        // The error is not finite if the block cannot store the grid.
         if sums.error.is_finite() && (self.line.is_none() || sums.error < self.error) {
             (self.line, self.error) = (Some(line), sums.error);
         }
@@ -134,21 +139,21 @@ impl Best {
     }
 }
 
-/// Numbers with their weights.
+/// The elements of a block with their weights.
 struct Run<'a> {
     values: &'a [[f32; LANES]],
     weights: &'a [[f32; LANES]],
-    /// Sums of the weights, and of the weighted numbers.
+    /// Sum of the weights, and weighted sum of the elements.
     w: f32,
     wx: f32,
 }
 
-/// What a grid's codes add up to.
+/// Weighted sums for the quants of a grid.
 struct Sums {
     wc: f32,
     wcc: f32,
     wcx: f32,
-    /// Weighted squares of what is lost.
+    /// Weighted squared error.
     error: f32,
 }
 
@@ -164,11 +169,11 @@ impl<'a> Run<'a> {
         for (values, weights) in self.values.iter().zip(self.weights) {
             for lane in 0..LANES {
                 let (value, weight) = (values[lane], weights[lane]);
-                let code = code(value, line, inverse, highest);
-                let off = value - (line.base + code * line.scale);
-                sums[0][lane] += weight * code;
-                sums[1][lane] += weight * code * code;
-                sums[2][lane] += weight * code * value;
+                let quant = code(value, line, inverse, highest);
+                let off = value - (line.base + quant * line.scale);
+                sums[0][lane] += weight * quant;
+                sums[1][lane] += weight * quant * quant;
+                sums[2][lane] += weight * quant * value;
                 sums[3][lane] += weight * off * off;
             }
         }
@@ -178,8 +183,8 @@ impl<'a> Run<'a> {
 }
 
 impl Sums {
-    /// The grid that suits these codes best, as far as a block can hold it. `None` where all codes are the same, or where it
-    /// would not be a grid.
+    /// Solves for the grid that best fits these quants, rounded to what a block stores. Returns `None` if all
+    /// quants are equal or the result is not a valid grid.
     fn solved<G: Grid>(&self, run: &Run) -> Option<Line> {
         let Sums { wc, wcc, wcx, .. } = *self;
         let (scale, determinant) = match G::ZERO.map(f32::from) {
@@ -190,7 +195,7 @@ impl Sums {
         if determinant <= 0.0 || !scale.is_finite() || G::ZERO.is_none() && scale <= 0.0 {
             return None;
         }
-        // The base that suits the scale as it is held.
+        // The minimum that fits the rounded scale.
         let scale = G::held(Line { base: 0.0, scale }).scale;
         let base = match G::ZERO {
             None => (run.wx - scale * wc) / run.w,
@@ -201,29 +206,29 @@ impl Sums {
     }
 }
 
-impl<T: Affine> Grid for T {
-    const HIGHEST: u8 = if T::CENTRES { T::STEPS - 1.0 } else { T::STEPS } as u8;
-    const COARSE: Option<Line> = T::COARSE;
+impl<T: AffineFormat> Grid for T {
+    const HIGHEST: u8 = if T::BIN_CENTERS { T::STEPS - 1.0 } else { T::STEPS } as u8;
+    const COARSE: Option<Line> = T::PARAM_STEP;
 
     fn held(line: Line) -> Line {
-        let mut head = [0; 4];
-        T::put_head(line.base, line.scale, &mut head[..T::HEAD]);
-        let (base, scale) = T::head(&head[..T::HEAD]);
+        let mut params = [0; 4];
+        T::write_params(line.base, line.scale, &mut params[..T::PARAM_BYTES]);
+        let (base, scale) = T::read_params(&params[..T::PARAM_BYTES]);
         Line { base, scale }
     }
 
-    fn write(line: Line, codes: &[u8], block: &mut [u8]) {
-        let (head, packed) = block.split_at_mut(T::HEAD);
-        T::put_head(line.base, line.scale, head);
-        T::pack(codes, packed);
+    fn write(line: Line, quants: &[u8], block: &mut [u8]) {
+        let (params, packed) = block.split_at_mut(T::PARAM_BYTES);
+        T::write_params(line.base, line.scale, params);
+        T::pack(quants, packed);
     }
 }
 
-/// FlexGen's: the block holds one over the scale.
+/// The grid of FlexGen's format, whose blocks store the reciprocal of the scale.
 pub(super) struct G4B64;
 
 impl G4B64 {
-    /// As large as F16 holds.
+    /// Returns the reciprocal of the scale, limited to the largest F16.
     fn multiplier(line: Line) -> f32 {
         (1.0 / line.scale).min(f16::MAX.to_f32())
     }
@@ -236,15 +241,15 @@ impl Grid for G4B64 {
         Line { base: halved(line.base), scale: 1.0 / halved(G4B64::multiplier(line)) }
     }
 
-    fn write(line: Line, codes: &[u8], block: &mut [u8]) {
-        let mut head = [0; 4];
-        put_half(&mut head, 0, G4B64::multiplier(line));
-        put_half(&mut head, 2, line.base);
-        group::join(codes, &head, block);
+    fn write(line: Line, quants: &[u8], block: &mut [u8]) {
+        let mut params = [0; 4];
+        put_half(&mut params, 0, G4B64::multiplier(line));
+        put_half(&mut params, 2, line.base);
+        group::join(quants, &params, block);
     }
 }
 
-/// ggml's of a scale and a least number.
+/// The grid of ggml's formats with scale and minimum.
 pub(super) struct Least<const HIGHEST: u8>;
 
 impl<const HIGHEST: u8> Grid for Least<HIGHEST> {
@@ -254,14 +259,14 @@ impl<const HIGHEST: u8> Grid for Least<HIGHEST> {
         Line { base: halved(line.base), scale: halved(line.scale) }
     }
 
-    fn write(line: Line, codes: &[u8], block: &mut [u8]) {
+    fn write(line: Line, quants: &[u8], block: &mut [u8]) {
         put_half(block, 0, line.scale);
         put_half(block, 2, line.base);
-        blocks::put_codes(HIGHEST, codes, &mut block[4..]);
+        blocks::put_codes(HIGHEST, quants, &mut block[4..]);
     }
 }
 
-/// ggml's of a scale alone.
+/// The grid of ggml's formats with a scale alone.
 pub(super) struct Centred<const HIGHEST: u8, const ZERO: u8>;
 
 impl<const HIGHEST: u8, const ZERO: u8> Grid for Centred<HIGHEST, ZERO> {
@@ -273,8 +278,8 @@ impl<const HIGHEST: u8, const ZERO: u8> Grid for Centred<HIGHEST, ZERO> {
         Line { base: -f32::from(ZERO) * scale, scale }
     }
 
-    fn write(line: Line, codes: &[u8], block: &mut [u8]) {
+    fn write(line: Line, quants: &[u8], block: &mut [u8]) {
         put_half(block, 0, line.scale);
-        blocks::put_codes(HIGHEST, codes, &mut block[2..]);
+        blocks::put_codes(HIGHEST, quants, &mut block[2..]);
     }
 }

@@ -1,24 +1,24 @@
-//! Inputs of products with coded weights: 32 numbers of a row share a scale, as in Q8_0, which stays an F32.
+//! Activations of GEMMs with quantized weights: blocks of 32 int8 quants with an F32 scale.
 //!
-//! `scale = max |x| / 127`, `code = x * (127 / max |x|)` rounded, halves to even. Of numbers of which one is infinite or none the scale is
-//! NaN, so that it shows in every product of their block.
+//! `scale = max |x| / 127`, `quant = round(x * (127 / max |x|))`, ties to even. If an element of a block is
+//! infinite or NaN, the scale is NaN, so that it shows in every result that uses the block.
 //!
-//! Invariant: fast kernels give these codes and scales bit for bit.
+//! Invariant: fast kernels compute the same quants and scales, bit for bit.
 
-/// What products take the operand beside the weights as.
+/// The precision of the activations in GEMMs, by the format of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Inputs {
-    /// Codes of 8 bits, where the weights' format has kernels for it: the fastest.
+    /// Int8 for weights of formats with int8 kernels, F32 otherwise. The fastest.
     #[default]
     Coded,
-    /// The same, and BF16 beside weights of BF16: for a device with instructions for this.
+    /// As [`Self::Int8`], and BF16 for BF16 weights. For devices with BF16 dot products.
     CodedAndHalves,
-    /// F32, as it is.
+    /// F32 always.
     Plain,
 }
 
 impl Inputs {
-    /// With BF16 beside weights of BF16, unless all stays F32.
+    /// Returns this precision with BF16 for BF16 weights, unless all activations stay F32.
     pub fn with_halves(self) -> Inputs {
         match self {
             Inputs::Plain => Inputs::Plain,
@@ -27,58 +27,61 @@ impl Inputs {
     }
 }
 
-/// What a product takes its input as.
+/// The format of the activations in one GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
+    /// F32, unchanged.
     F32,
-    /// [`InputBlock`]s.
+    /// Blocks of int8: [`Int8Block`].
     Codes,
-    /// BF16, rounded to nearest, halves to even.
+    /// BF16, rounded to nearest, ties to even.
     Bf16,
 }
 
-/// Numbers of a block.
+/// Elements of a block.
 pub const INPUT_BLOCK: usize = 32;
 
-/// Added to a small number it leaves it rounded, halves to even, in the lower bits: 1.5 * 2^23.
+/// Rounding constant 1.5 * 2^23: added to a small number, it leaves the number rounded to an integer, ties to
+/// even, in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
-/// A block of an input.
+/// A block of int8 activations: element i is `quants[i] * scale`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct InputBlock {
-    /// From -127 to 127.
+    /// Integers from -127 to 127.
     pub codes: [i8; INPUT_BLOCK],
+    /// Scale of the block.
     pub scale: f32,
 }
 
 impl InputBlock {
-    /// The block of these numbers.
-    // A clamped number that is none would stay so.
+    /// Quantizes 32 elements.
+    // `clamp` would preserve NaN.
     #[allow(clippy::manual_clamp)]
     #[inline(always)]
     pub fn of(x: &[f32; INPUT_BLOCK]) -> InputBlock {
-        // As whole numbers the magnitudes are ordered as they are, and whatever is none is above them all.
+        // Magnitudes compare as integers in the same order, with infinity and NaN above all finite ones.
         let mut largest = 0;
         for x in x {
             largest = largest.max(x.to_bits() & 0x7fff_ffff);
         }
         let largest = f32::from_bits(largest);
-        // Below that the inverse is too large to be said.
+        // For smaller magnitudes the reciprocal overflows.
         let inverse = if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest };
         let mut codes = [0; INPUT_BLOCK];
-        for (code, x) in codes.iter_mut().zip(x) {
-            // A conversion to a byte would be one by one; of this sum the lower bits are the whole number. The bounds are for
-            // what is no number.
+        for (quant, x) in codes.iter_mut().zip(x) {
+            // A float-to-byte conversion would not be vectorized; here the integer is in the low bits of the
+            // sum. The clamping is for NaN.
             let rounded = (x * inverse).max(-127.0).min(127.0) + ROUND;
-            *code = rounded.to_bits() as i8;
+            *quant = rounded.to_bits() as i8;
         }
         let scale = if largest.is_finite() { largest / 127.0 } else { f32::NAN };
         InputBlock { codes, scale }
     }
 
-    /// What its numbers became.
+    /// Dequantizes the block.
     pub fn values(&self) -> [f32; INPUT_BLOCK] {
-        self.codes.map(|code| f32::from(code) * self.scale)
+        self.codes.map(|quant| f32::from(quant) * self.scale)
     }
 }
 
@@ -96,11 +99,11 @@ mod tests {
     }
 
     #[test]
-    fn codes_of_the_smallest_numbers_are_in_bounds() {
+    fn quants_of_the_smallest_numbers_are_in_range() {
         for largest in [1e-45, 1e-38, 2e-37, 4e-37, 1e-30] {
             let x = std::array::from_fn(|i| if i % 2 == 0 { largest } else { -largest / 3.0 });
             let block = InputBlock::of(&x);
-            assert!(block.codes.iter().all(|code| *code >= -127), "{largest}: {block:?}");
+            assert!(block.codes.iter().all(|quant| *quant >= -127), "{largest}: {block:?}");
             assert!(
                 block.values().iter().zip(x).all(|(value, x)| (value - x).abs() <= 5e-37 + largest / 127.0)
             );
@@ -108,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_show() {
+    fn non_finite_numbers_give_nan() {
         for strange in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0; INPUT_BLOCK];
             x[17] = strange;

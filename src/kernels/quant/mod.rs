@@ -1,7 +1,11 @@
-//! The table of number formats: one row each, with its block size, its bytes and its scalar definition.
+//! The number formats of weights and of the KV cache. A table has one row for each format, with its name, its
+//! block size, and the functions that define it.
 //!
-//! Invariant: whatever is known about a format's bytes is known here; a backend may be faster than
-//! these definitions, never different from them.
+//! A quantized format divides the rows of a matrix into blocks. A block stores a small integer, the quant,
+//! for each element, and shares a scale (and sometimes a minimum) among its elements.
+//!
+//! Invariant: this module is the only definition of the bytes of a format. A backend may be faster than these
+//! definitions, but its results are the same.
 
 mod affine;
 
@@ -33,35 +37,36 @@ pub use runs::{GROUP_BYTES, GROUP_NUMBERS};
 
 use half::f16;
 
-/// How the numbers of a matrix, or of the KV cache, are stored. Their layouts are in the files named.
+/// The storage format of a matrix or of the KV cache. The files named between the groups document the layout
+/// of the blocks; [`QuantType::row`] returns sizes and functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(non_camel_case_types)] // the names that files and papers have
+#[allow(non_camel_case_types)] // Names as in files and papers.
 pub enum QuantType {
     /// IEEE 754 binary32.
     F32,
     /// IEEE 754 binary16.
     F16,
-    /// The upper half of an F32.
+    /// bfloat16: the upper 16 bits of a binary32.
     BF16,
-    // blocks.rs
+    // ggml formats with blocks of 32: blocks.rs
     Q8_0,
     Q4_0,
     Q4_1,
     Q5_0,
     Q5_1,
-    // superblocks.rs
+    // ggml K-quants with superblocks of 256: superblocks.rs
     Q2_K,
     Q3_K,
     Q4_K,
     Q5_K,
     Q6_K,
-    // few.rs
+    // GGUF formats that are read but not written: read_only.rs
     IQ4_NL,
     IQ4_XS,
     TQ1_0,
     TQ2_0,
     MXFP4,
-    // affine.rs
+    // Inferflow: affine.rs
     Q8_B32T1,
     Q6_B64T1,
     Q5_B64T1,
@@ -74,78 +79,80 @@ pub enum QuantType {
     Q3_B32T1B,
     Q2_B32T1A,
     Q2_B32T1B,
-    // group.rs
+    // FlexGen: group.rs
     G4_B64,
 }
 
-/// Writes the codes of whole blocks: values (n * block_elements) to codes (n * block_bytes).
+/// A function that quantizes whole blocks: values (blocks * block_elements) to bytes (blocks * block_bytes).
 pub type Quantize = fn(values: &[f32], out: &mut [u8]);
 
-/// One row of the table. Lengths in elements and bytes.
+/// The description of a number format: a row of the table of formats.
 pub struct QuantRow {
-    /// The type this row describes.
+    /// The format that this row describes.
     pub ty: QuantType,
-    /// The name used in configuration, logs and `inspect`.
+    /// The name in configuration, logs and `inspect`.
     pub name: &'static str,
-    /// Other names that configuration takes.
+    /// Other names that configuration accepts.
     pub aliases: &'static [&'static str],
-    /// Elements in one block; a matrix row holds a whole number of blocks.
+    /// Elements of one block. A matrix row consists of whole blocks.
     pub block_elements: usize,
     /// Bytes of one block.
     pub block_bytes: usize,
-    /// Writes the values of whole blocks: `bytes` (n * block_bytes) to `out` (n * block_elements).
+    /// Dequantizes whole blocks: bytes (blocks * block_bytes) to values (blocks * block_elements).
     pub dequantize: fn(bytes: &[u8], out: &mut [f32]),
-    /// `None` for formats that are only read.
+    /// Quantizes whole blocks; `None` for formats that are only read.
     pub quantize: Option<Quantize>,
-    /// What lies in a block, in order.
+    /// The fields of a block, in order, for the documentation.
     pub layout: &'static str,
-    /// What the format is good for.
+    /// The purpose of the format, for the documentation.
     pub purpose: &'static str,
 }
 
 impl QuantType {
-    /// Every type, in table order.
+    /// Returns every format, in table order.
     pub fn all() -> impl Iterator<Item = QuantType> {
         table::TABLE.iter().map(|row| row.ty)
     }
 
-    /// Those that store each number by itself, in table order.
+    /// Returns the formats that store each number separately, in table order.
     pub fn unblocked() -> impl Iterator<Item = QuantType> {
         QuantType::all().filter(|ty| !ty.is_blocked())
     }
 
-    /// Whether numbers are stored in blocks that share a scale.
+    /// Returns whether numbers are stored in blocks that share a scale.
     pub fn is_blocked(self) -> bool {
         self.row().block_elements > 1
     }
 
-    /// The type's row of the table.
+    /// Returns the row of the format in the table.
     pub fn row(self) -> &'static QuantRow {
         let row = &table::TABLE[self as usize];
         debug_assert_eq!(row.ty, self);
         row
     }
 
-    /// The type of that name, or of that other name, if there is one; upper and lower case are the same.
+    /// Returns the format with this name or alias, ignoring case.
     pub fn by_name(name: &str) -> Option<QuantType> {
-        let names = |row: &&QuantRow| {
+        let matches = |row: &&QuantRow| {
             row.name.eq_ignore_ascii_case(name)
                 || row.aliases.iter().any(|alias| alias.eq_ignore_ascii_case(name))
         };
-        table::TABLE.iter().find(names).map(|row| row.ty)
+        table::TABLE.iter().find(matches).map(|row| row.ty)
     }
 
-    /// The name used in configuration, logs and `inspect`.
+    /// Returns the name in configuration, logs and `inspect`.
     pub fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// How blocks are taken apart, where a backend may do so.
+    /// Returns how to split blocks into quants and parameters; `None` if a backend has to use
+    /// [`Self::dequantize`].
     pub fn parts(self) -> Option<Parts> {
         parts::of(self)
     }
 
-    /// What products with weights of this type take the other operand as, on a device of these inputs.
+    /// Returns the format of the activations in GEMMs with weights of this format, on a device with this
+    /// precision.
     pub fn operand(self, inputs: Inputs) -> Operand {
         match inputs {
             Inputs::Coded | Inputs::CodedAndHalves if self.parts().is_some() => Operand::Codes,
@@ -154,12 +161,12 @@ impl QuantType {
         }
     }
 
-    /// Bits that a number takes, its share of the block's scales counted.
+    /// Returns the average number of bits per element, scales included.
     pub fn bits(self) -> f64 {
         self.row().block_bytes as f64 * 8.0 / self.row().block_elements as f64
     }
 
-    /// Bytes that `elements` numbers take; `None` when they are no whole number of blocks or overflow.
+    /// Returns the bytes of `elements` elements; `None` if they are not whole blocks or on overflow.
     pub fn bytes(self, elements: usize) -> Option<usize> {
         let row = self.row();
         if !elements.is_multiple_of(row.block_elements) {
@@ -168,14 +175,15 @@ impl QuantType {
         (elements / row.block_elements).checked_mul(row.block_bytes)
     }
 
-    /// Writes the values of whole blocks.
+    /// Dequantizes whole blocks of `bytes` to `out`.
     pub fn dequantize(self, bytes: &[u8], out: &mut [f32]) {
         (self.row().dequantize)(bytes, out);
     }
 
-    /// Writes the codes of whole blocks. The type is one that is written.
+    /// Quantizes `values` to whole blocks, by round-to-nearest or the own search of the format. Panics if the
+    /// format is only read.
     pub fn quantize(self, values: &[f32], out: &mut [u8]) {
-        let quantize = self.row().quantize.expect("a format that is only read is not written; this is a bug");
+        let quantize = self.row().quantize.expect("a read-only format is never written; this is a bug");
         quantize(values, out);
     }
 }
@@ -186,22 +194,23 @@ impl std::fmt::Display for QuantType {
     }
 }
 
-/// What a block can hold that stores numbers as F16: a NaN counts as 0, and what F16 cannot hold as its largest number.
+/// Clamps a value to the range of F16; NaN becomes 0.
 fn finite(value: f32) -> f32 {
     bounded(value, 1.0)
 }
 
-/// The same where the largest number is that many times F16's.
+/// Clamps a value to `times` the range of F16; NaN becomes 0.
 fn bounded(value: f32, times: f32) -> f32 {
     let largest = times * f16::MAX.to_f32();
     if value.is_nan() { 0.0 } else { value.clamp(-largest, largest) }
 }
 
-/// The F16 at that place.
+/// Reads the F16 at byte offset `at`.
 fn half_at(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
+/// Writes a value as F16 at byte offset `at`.
 fn put_half(bytes: &mut [u8], at: usize, value: f32) {
     bytes[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }

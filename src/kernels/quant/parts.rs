@@ -1,23 +1,24 @@
-//! Blocks taken apart: each number's code, without sign, and the bytes of scales and bases. For backends that store
+//! Splitting of blocks into unsigned quants and parameter bytes (scales and minima), for backends that store
 //! them in another order.
 //!
-//! Invariant: `join` of what `split` gives is the block, byte for byte.
+//! Invariant: joining the result of a split gives the original block, byte for byte.
 
-use super::affine::{self, Affine};
+use super::affine::{self, AffineFormat};
 use super::{QuantType, blocks, group, superblocks};
 
-/// How blocks of a format are taken apart.
+/// Functions that split the blocks of a format and join them again. A quant is an unsigned byte, in the order
+/// of the elements.
 #[derive(Clone, Copy)]
 pub struct Parts {
-    /// Bytes that are no codes.
+    /// Bytes of a block that are not quants: scales and minima.
     pub head: usize,
-    /// (block, codes, head).
+    /// Splits a block: (block, quants, parameters).
     pub split: fn(&[u8], &mut [u8], &mut [u8]),
-    /// (codes, head, block).
+    /// Joins a block: (quants, parameters, block).
     pub join: fn(&[u8], &[u8], &mut [u8]),
 }
 
-/// Those of a format, if it can be taken apart.
+/// Returns the functions for a format, if it can be split.
 pub(super) fn of(ty: QuantType) -> Option<Parts> {
     use QuantType::*;
     Some(match ty {
@@ -38,16 +39,17 @@ pub(super) fn of(ty: QuantType) -> Option<Parts> {
     })
 }
 
-fn of_affine<T: Affine>() -> Parts {
+/// Returns the functions for a format of Inferflow.
+fn of_affine<T: AffineFormat>() -> Parts {
     Parts {
-        head: T::HEAD,
-        split: |block, codes, head| {
-            head.copy_from_slice(&block[..T::HEAD]);
-            T::unpack(&block[T::HEAD..], codes);
+        head: T::PARAM_BYTES,
+        split: |block, quants, params| {
+            params.copy_from_slice(&block[..T::PARAM_BYTES]);
+            T::unpack(&block[T::PARAM_BYTES..], quants);
         },
-        join: |codes, head, block| {
-            block[..T::HEAD].copy_from_slice(head);
-            T::pack(codes, &mut block[T::HEAD..]);
+        join: |quants, params, block| {
+            block[..T::PARAM_BYTES].copy_from_slice(params);
+            T::pack(quants, &mut block[T::PARAM_BYTES..]);
         },
     }
 }
@@ -58,21 +60,21 @@ mod tests {
     use crate::random::philox;
 
     #[test]
-    fn blocks_survive_being_taken_apart() {
+    fn blocks_survive_split_and_join() {
         for ty in QuantType::all() {
             let Some(Parts { head, split, join }) = of(ty) else { continue };
             let row = ty.row();
             for trial in 0..50 {
-                // Written first: not every code of every format can be.
+                // Quantized first, because not every combination of bytes is valid in every format.
                 let values: Vec<f32> = (0..row.block_elements as u32)
                     .map(|i| philox([i, trial, 0, 0], [9, 9])[0] as i32 as f32 / 1e9)
                     .collect();
                 let mut block = vec![0; row.block_bytes];
                 ty.quantize(&values, &mut block);
-                let (mut codes, mut heads) = (vec![0; row.block_elements], vec![0; head]);
-                split(&block, &mut codes, &mut heads);
+                let (mut quants, mut params) = (vec![0; row.block_elements], vec![0; head]);
+                split(&block, &mut quants, &mut params);
                 let mut back = vec![0xa5; row.block_bytes];
-                join(&codes, &heads, &mut back);
+                join(&quants, &params, &mut back);
                 assert_eq!(back, block, "{ty}");
             }
         }

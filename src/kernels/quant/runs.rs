@@ -1,15 +1,18 @@
-//! Runs of numbers that are coded alone: a key or a value of one position and one KV head.
+//! Quantized runs for the KV cache. A run is the key or the value vector of one position and one KV head, and
+//! is quantized independently of all others.
 //!
-//! A run is cut into groups as long as the format's block. Where the last one is shorter, it is coded as the block of its
-//! numbers and of as many copies of the last of them as are missing; what the block's bytes say of copies is left out.
-//! Copies widen neither the range nor the largest magnitude, so that a shorter group has the scale (and the least number)
-//! of its own numbers.
+//! A run is divided into groups of the block length of the format. A shorter last group is quantized as a
+//! block that is padded with copies of its last element; the bytes of the padding are omitted. The padding
+//! changes neither the range nor the largest magnitude, so that a shorter group has the scale (and the
+//! minimum) of its own elements.
 //!
-//! Invariant: the bytes of a shorter group are the beginning of a block's, and a run's bytes follow from its numbers alone.
+//! Invariant: the bytes of a shorter group are a prefix of a block, and the bytes of a run depend on its
+//! elements alone.
 
 use super::QuantType;
 
-/// The formats of keys and values, each with its name there: the one that is meant where several formats have so many bits.
+/// The formats for keys and values, with their short names. A short name selects one of the formats with that
+/// number of bits.
 const FORMATS: [(QuantType, &str); 5] = [
     (QuantType::F32, "f32"),
     (QuantType::F16, "f16"),
@@ -18,31 +21,33 @@ const FORMATS: [(QuantType, &str); 5] = [
     (QuantType::G4_B64, "q4"),
 ];
 
-/// Numbers of a group, at most, and bytes of its block.
+/// Largest number of elements of a group.
 pub const GROUP_NUMBERS: usize = 64;
+/// Largest number of bytes of a group.
 pub const GROUP_BYTES: usize = 36;
 
 impl QuantType {
-    /// Those that keys and values can be stored in. Their codes lie in the order of their numbers, behind all else.
+    /// Returns the formats that the KV cache supports. In their blocks, the quants come last, in the order of
+    /// the elements.
     pub fn cached() -> impl Iterator<Item = QuantType> {
         FORMATS.into_iter().map(|(ty, _)| ty)
     }
 
-    /// What keys and values can be said to be stored in: the short names, then those full ones that differ.
+    /// Returns the names of the KV cache formats: the short names, then those full names that differ.
     pub fn cache_names() -> impl Iterator<Item = (&'static str, QuantType)> {
         let full = QuantType::cached().map(|ty| (ty.name(), ty));
         let short = FORMATS.into_iter().map(|(ty, name)| (name, ty));
         short.chain(full.filter(|(name, _)| FORMATS.iter().all(|(_, short)| short != name)))
     }
 
-    /// Bytes of a run of `numbers`; `None` where they overflow.
+    /// Returns the bytes of a run of `numbers` elements; `None` on overflow.
     pub fn run_bytes(self, numbers: usize) -> Option<usize> {
         let block = self.row().block_elements;
         let whole = (numbers / block).checked_mul(self.row().block_bytes)?;
         whole.checked_add(self.short_bytes(numbers % block))
     }
 
-    /// Bytes of a group that is shorter than a block.
+    /// Returns the bytes of a group that is shorter than a block.
     fn short_bytes(self, numbers: usize) -> usize {
         let (row, head) = (self.row(), self.parts().map_or(0, |parts| parts.head));
         match numbers {
@@ -51,7 +56,8 @@ impl QuantType {
         }
     }
 
-    /// Writes a run: values (n) to out (run_bytes of n). The type is one of [`QuantType::cached`].
+    /// Quantizes a run: values (n) to out (run_bytes of n). The format is one of
+    /// [`QuantType::kv_cache_types`].
     pub fn quantize_run(self, values: &[f32], out: &mut [u8]) {
         let row = self.row();
         let (whole, short) = values.split_at(values.len() - values.len() % row.block_elements);
@@ -63,7 +69,7 @@ impl QuantType {
         }
     }
 
-    /// The block of a group that has numbers, as many as a block or fewer. What is behind it is zero.
+    /// Returns the block of a group with 1 to block-length elements. Bytes after the block are zero.
     pub fn quantize_group(self, values: &[f32]) -> [u8; GROUP_BYTES] {
         let row = self.row();
         let (mut block, mut padded) = ([0; GROUP_BYTES], [values[values.len() - 1]; GROUP_NUMBERS]);
@@ -72,7 +78,7 @@ impl QuantType {
         block
     }
 
-    /// Reads a run: bytes (run_bytes of n) to out (n).
+    /// Dequantizes a run: bytes (run_bytes of n) to out (n).
     pub fn dequantize_run(self, bytes: &[u8], out: &mut [f32]) {
         let row = self.row();
         let whole = out.len() - out.len() % row.block_elements;
@@ -108,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_those_of_scales_and_codes() {
+    fn bytes_are_those_of_scales_and_quants() {
         let bytes = |ty: QuantType| [1, 8, 20, 32, 33, 64, 80, 128].map(|n| ty.run_bytes(n).unwrap());
         assert_eq!(bytes(QuantType::F32), [4, 32, 80, 128, 132, 256, 320, 512]);
         assert_eq!(bytes(QuantType::F16), [2, 16, 40, 64, 66, 128, 160, 256]);
@@ -120,8 +126,8 @@ mod tests {
         }
     }
 
-    /// An odd half-byte, groups of one number, and runs that end with a shorter group: each number within half a step of
-    /// the scale that its own group's numbers give, and an F16's rounding of that.
+    /// Lengths with an odd nibble, with groups of one element, and with a shorter last group: each element
+    /// returns within half a step of the scale of its own group, plus the rounding of the scale to F16.
     #[test]
     fn a_shorter_group_has_the_scale_of_its_own_numbers() {
         for ty in QUANTISED {
@@ -130,12 +136,12 @@ mod tests {
                 let values = numbers(n as u32, n);
                 let back = there_and_back(ty, &values);
                 for (values, back) in values.chunks(group).zip(back.chunks(group)) {
-                    let least = values.iter().copied().fold(f32::INFINITY, f32::min);
-                    let most = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                    let largest = most.max(-least);
-                    let step = if ty == QuantType::Q8_0 { largest / 127.0 } else { (most - least) / 15.0 };
+                    let low = values.iter().copied().fold(f32::INFINITY, f32::min);
+                    let high = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                    let largest = high.max(-low);
+                    let step = if ty == QuantType::Q8_0 { largest / 127.0 } else { (high - low) / 15.0 };
                     for (x, back) in values.iter().zip(back) {
-                        let allowed = step / 2.0 + (largest + (most - least)) / 2048.0;
+                        let allowed = step / 2.0 + (largest + (high - low)) / 2048.0;
                         assert!((x - back).abs() <= allowed, "{ty}, {n}: {x} became {back}");
                     }
                 }
@@ -143,7 +149,7 @@ mod tests {
         }
     }
 
-    /// What one run's neighbours are, and what its earlier groups, is nothing to a group.
+    /// A group depends neither on neighboring runs nor on earlier groups.
     #[test]
     fn a_groups_bytes_follow_from_its_numbers() {
         for ty in QUANTISED {
@@ -157,9 +163,9 @@ mod tests {
         }
     }
 
-    /// Numbers that are none, or that the scale cannot hold, cost those of their own group, and those only.
+    /// NaN, infinities and numbers outside of the range affect only their own group.
     #[test]
-    fn what_cannot_be_held_stays_in_its_group() {
+    fn unrepresentable_numbers_affect_only_their_group() {
         for ty in QUANTISED {
             let (group, largest) =
                 (ty.row().block_elements, if ty == QuantType::Q8_0 { 127.0 * 65504.0 } else { 65504.0 });
@@ -176,7 +182,7 @@ mod tests {
                 values[group + 19] = odd;
                 let back = there_and_back(ty, &values);
                 assert_eq!(back[..group], usual[..group], "{ty}: {odd} in the next group");
-                // One step of the group's scale, where it is within the range.
+                // One step of the scale, if the number is within the range.
                 let allowed = if kept == 0.0 { 0.5 } else { largest / 100.0 };
                 assert!(
                     (back[group + 19] - kept).abs() <= allowed,
@@ -185,17 +191,21 @@ mod tests {
                 );
                 assert!(back.iter().all(|x| x.is_finite()), "{ty}: {back:?}");
             }
-            // As exactly as an F16 holds the scale.
+            // As exact as an F16 scale.
             for x in there_and_back(ty, &[0.375; 20]) {
                 assert!((x - 0.375).abs() < 0.375 / 2048.0, "{ty}: a constant became {x}");
             }
-            assert_eq!(there_and_back(ty, &[1e-42; 20]), [0.0; 20], "{ty}: denormals below every scale");
+            assert_eq!(
+                there_and_back(ty, &[1e-42; 20]),
+                [0.0; 20],
+                "{ty}: subnormal numbers below every scale"
+            );
             assert_eq!(there_and_back(ty, &[f32::NAN; 5]), [0.0; 5], "{ty}: nothing but NaN");
         }
     }
 
     #[test]
-    fn names_are_short_and_whole() {
+    fn names_are_short_and_full() {
         let names: Vec<&str> = QuantType::cache_names().map(|(name, _)| name).collect();
         assert_eq!(names, ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"]);
         for (name, ty) in QuantType::cache_names() {

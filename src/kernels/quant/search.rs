@@ -1,36 +1,37 @@
-//! The best scale, and where it has one the best minimum, of a run of numbers, by least squares.
+//! The best scale of a run of numbers, and in some formats the best minimum, by weighted least squares.
 //!
-//! Rounding to the codes that a first scale gives, and then solving for the scale that suits those codes best, is
-//! repeated for some first scales around the obvious one; the least error wins. Unless weights are given, every number
-//! counts by its magnitude: what is large in a matrix is what its products are made of.
-//! Invariant: the error is never more than that of the obvious scale.
+//! For several initial scales around the obvious one: round to quants, then solve for the scale that fits
+//! these quants best. The smallest error wins. Without explicit weights, the error of a number counts by its
+//! magnitude, because large weights contribute most to the result of a matrix product.
+//!
+//! Invariant: the error is never larger than that of the obvious scale.
 
 use half::f16;
 
-/// x' = code * scale - least, with least >= 0.
+/// A scale and a minimum: x' = quant * scale - offset, with offset >= 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Affine {
     pub scale: f32,
     pub least: f32,
 }
 
-/// x' = code * scale, with codes from -n to n - 1.
+/// A scale without minimum: x' = quant * scale, with quants from -n to n - 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Symmetric {
     pub scale: f32,
 }
 
-/// How much each number's error counts.
+/// Weights of the squared errors of a run.
 #[derive(Clone, Copy)]
 pub(super) enum Weighing<'a> {
-    /// By how large it is.
+    /// By the magnitude of each number.
     Magnitude,
-    /// As much as that, one weight for each.
+    /// One given weight for each number.
     Given(&'a [f32]),
 }
 
 impl Weighing<'_> {
-    /// Of those numbers alone.
+    /// Returns the weights of a slice of the run.
     pub fn part(&self, first: usize, len: usize) -> Weighing<'_> {
         match self {
             Weighing::Magnitude => Weighing::Magnitude,
@@ -39,41 +40,41 @@ impl Weighing<'_> {
     }
 }
 
-/// First scales to each side, and how far they are apart, as shares of the obvious one's steps.
+/// Number of initial scales to either side of the obvious one, and their spacing in steps of its quants.
 const TRIES: i32 = 10;
 const APART: f32 = 0.1;
 
-/// The code from 0 to `highest` whose multiple of `unit` is nearest.
+/// Returns the quant from 0 to `highest` whose multiple of `unit` is nearest.
 pub(super) fn nearest(value: f32, unit: f32, highest: u8) -> u8 {
     code(value, inverse(unit), 0.0, f32::from(highest)) as u8
 }
 
-/// The code from -n to n - 1 whose multiple of `unit` is nearest.
+/// Returns the quant from -n to n - 1 whose multiple of `unit` is nearest.
 pub(super) fn nearest_signed(value: f32, unit: f32, n: i32) -> i32 {
     code(value, inverse(unit), -n as f32, (n - 1) as f32) as i32
 }
 
-/// Of a unit below all that count, 0.
+/// Returns the reciprocal, or 0 for a subnormal unit.
 pub(super) fn inverse(unit: f32) -> f32 {
     if unit.abs() < f32::MIN_POSITIVE { 0.0 } else { 1.0 / unit }
 }
 
-/// The whole number nearest to value * inverse, ties to even, between two others.
+/// Rounds value * inverse to the nearest integer, ties to even, clamped to a range.
 fn code(value: f32, inverse: f32, low: f32, high: f32) -> f32 {
-    /// Added to a number below 2^22 it leaves no room for a fraction.
+    /// Rounding constant: added to a number below 2^22, it leaves no bits for a fraction.
     const WHOLE: f32 = 12_582_912.0;
     (value * inverse).clamp(low, high) + WHOLE - WHOLE
 }
 
-/// As F16 holds it.
+/// Rounds to F16.
 pub(super) fn halved(value: f32) -> f32 {
     f16::from_f32(value).to_f32()
 }
 
-/// Numbers of the longest run.
+/// Length of the longest run.
 const LONGEST: usize = 32;
 
-/// A run, and how much each number's error counts.
+/// A run of numbers with the weights of their squared errors.
 struct Run<'a> {
     numbers: &'a [f32],
     weights: [f32; LONGEST],
@@ -98,56 +99,56 @@ impl Run<'_> {
         self.numbers.iter().copied().zip(self.weights)
     }
 
-    /// The weighted squares of what is lost to codes from `low` to `high` of x + least.
-    fn error(&self, scale: f32, least: f32, (low, high): (f32, f32)) -> f32 {
+    /// Returns the weighted squared error of quants from `low` to `high` of x + offset.
+    fn error(&self, scale: f32, offset: f32, (low, high): (f32, f32)) -> f32 {
         let inverse = inverse(scale);
-        let lost = |x: f32| x - (code(x + least, inverse, low, high) * scale - least);
+        let lost = |x: f32| x - (code(x + offset, inverse, low, high) * scale - offset);
         self.pairs().map(|(x, weight)| weight * lost(x).powi(2)).sum()
     }
 
-    /// Scale and minimum that suit best the codes which these give.
-    fn solved(&self, scale: f32, least: f32, highest: f32) -> Option<Affine> {
+    /// Solves for the scale and offset that best fit the quants of the given ones.
+    fn solved(&self, scale: f32, offset: f32, highest: f32) -> Option<Affine> {
         let (mut w, mut wc, mut wcc, mut wx, mut wcx) = (0f32, 0f32, 0f32, 0f32, 0f32);
         let inverse = inverse(scale);
         for (x, weight) in self.pairs() {
-            let code = code(x + least, inverse, 0.0, highest);
+            let quant = code(x + offset, inverse, 0.0, highest);
             w += weight;
-            wc += weight * code;
-            wcc += weight * code * code;
+            wc += weight * quant;
+            wcc += weight * quant * quant;
             wx += weight * x;
-            wcx += weight * code * x;
+            wcx += weight * quant * x;
         }
         let determinant = w * wcc - wc * wc;
         if determinant <= 0.0 {
             return None;
         }
-        let (scale, least) = ((w * wcx - wc * wx) / determinant, (wc * wcx - wcc * wx) / determinant);
-        if least < 0.0 {
-            // A minimum above zero cannot be said.
+        let (scale, offset) = ((w * wcx - wc * wx) / determinant, (wc * wcx - wcc * wx) / determinant);
+        if offset < 0.0 {
+            // A positive minimum cannot be represented.
             return (wcc > 0.0 && wcx > 0.0).then(|| Affine { scale: wcx / wcc, least: 0.0 });
         }
-        (scale > 0.0).then_some(Affine { scale, least })
+        (scale > 0.0).then_some(Affine { scale, least: offset })
     }
 
-    /// The scale that suits best the codes from -n to n - 1 which this one gives.
+    /// Solves for the scale that best fits the quants from -n to n - 1 of the given one.
     fn rescaled(&self, scale: f32, n: f32) -> Option<f32> {
         let (mut cx, mut cc) = (0f32, 0f32);
         let inverse = inverse(scale);
         for (x, weight) in self.pairs() {
-            let code = code(x, inverse, -n, n - 1.0);
-            cx += weight * code * x;
-            cc += weight * code * code;
+            let quant = code(x, inverse, -n, n - 1.0);
+            cx += weight * quant * x;
+            cc += weight * quant * quant;
         }
         (cc > 0.0).then(|| cx / cc)
     }
 }
 
-/// Codes from 0 to `highest`.
+/// Finds scale and offset for quants from 0 to `highest`.
 pub(super) fn affine(numbers: &[f32], by: Weighing, highest: u8) -> Affine {
     let low = numbers.iter().copied().fold(0f32, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if high <= low {
-        // All the same, and not above zero: the minimum alone says it.
+        // All numbers are equal and at most 0, so the offset alone represents them.
         return Affine { scale: 0.0, least: -low };
     }
     let (run, highest) = (Run::new(numbers, by), f32::from(highest));
@@ -162,10 +163,10 @@ fn least_of<T>(best: (T, f32), other: (T, f32)) -> (T, f32) {
     if other.1 < best.1 { other } else { best }
 }
 
-/// Codes from `-n` to `n - 1`.
+/// Finds the scale for quants from `-n` to `n - 1`.
 pub(super) fn symmetric(numbers: &[f32], by: Weighing, n: i32) -> Symmetric {
-    let further = |extreme: f32, x: &f32| if extreme.abs() < x.abs() { *x } else { extreme };
-    let extreme = numbers.iter().fold(0f32, further);
+    let larger = |extreme: f32, x: &f32| if extreme.abs() < x.abs() { *x } else { extreme };
+    let extreme = numbers.iter().fold(0f32, larger);
     if extreme == 0.0 {
         return Symmetric::default();
     }
@@ -183,20 +184,20 @@ mod tests {
     use super::*;
     use crate::conformance::noise;
 
-    /// A run that lies on a grid is found exactly, wherever the grid lies.
+    /// A run on an exact grid is recovered, wherever the grid lies.
     #[test]
-    fn a_grid_is_found() {
-        for (scale, least) in [(0.25, 1.0), (0.5, 0.0), (3.0, 12.0)] {
-            let run: Vec<f32> = (0..32).map(|n| (n * 7 % 16) as f32 * scale - least).collect();
+    fn an_exact_grid_is_recovered() {
+        for (scale, offset) in [(0.25, 1.0), (0.5, 0.0), (3.0, 12.0)] {
+            let run: Vec<f32> = (0..32).map(|n| (n * 7 % 16) as f32 * scale - offset).collect();
             let fit = affine(&run, Weighing::Magnitude, 15);
-            assert!((fit.scale - scale).abs() < 1e-5 && (fit.least - least).abs() < 1e-4, "{fit:?}");
+            assert!((fit.scale - scale).abs() < 1e-5 && (fit.least - offset).abs() < 1e-4, "{fit:?}");
         }
         let run: Vec<f32> = (0..16).map(|n| (n - 8) as f32 * -0.5).collect();
         assert!((symmetric(&run, Weighing::Magnitude, 8).scale + 0.5).abs() < 1e-6);
     }
 
     #[test]
-    fn the_search_is_never_worse_than_the_obvious_scale_and_mostly_better() {
+    fn the_search_is_never_worse_than_the_obvious_scale_and_usually_better() {
         let numbers = noise(3, 32 * 64);
         let mut better = 0;
         for run in numbers.chunks(32) {

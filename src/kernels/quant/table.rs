@@ -1,11 +1,12 @@
-//! The rows.
+//! The table of number formats.
 //!
-//! Invariant: a row stands where its type's number says.
+//! Invariant: the index of a row is the discriminant of its [`QuantType`].
 
-use super::affine::Affine;
+use super::affine::AffineFormat;
 use super::{QuantRow, QuantType, affine, blocks, few, group, superblocks};
 use half::{bf16, f16};
 
+/// All number formats, one row each.
 pub(super) static TABLE: [QuantRow; 31] = [
     QuantRow {
         ty: QuantType::F32,
@@ -16,7 +17,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         dequantize: |bytes, out| decode(bytes, out, f32::from_le_bytes),
         quantize: Some(|values, out| encode(values, out, f32::to_le_bytes)),
         layout: "IEEE 754 binary32",
-        purpose: "what everything is measured against",
+        purpose: "the reference for all others",
     },
     QuantRow {
         ty: QuantType::F16,
@@ -37,7 +38,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: 2,
         dequantize: |bytes, out| decode(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
         quantize: Some(|values, out| encode(values, out, |v| bf16::from_f32(v).to_le_bytes())),
-        layout: "the upper half of an F32",
+        layout: "the upper 16 bits of an F32",
         purpose: "checkpoints as published; the KV cache",
     },
     QuantRow {
@@ -49,7 +50,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         dequantize: blocks::dequantize_q8_0,
         quantize: Some(blocks::quantize_q8_0),
         layout: "scale (F16), 32 signed bytes",
-        purpose: "nearly as good as 16 bits, in half the memory",
+        purpose: "nearly the quality of 16 bits in half the memory",
     },
     QuantRow {
         ty: QuantType::Q4_0,
@@ -59,8 +60,8 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: blocks::Q4_0_BYTES,
         dequantize: blocks::dequantize_q4_0,
         quantize: Some(blocks::quantize_q4_0),
-        layout: "scale (F16), 16 bytes: lower halves, then upper halves",
-        purpose: "GGUF files; the fastest of 4 bits",
+        layout: "scale (F16), 16 bytes: low nibbles, then high nibbles",
+        purpose: "GGUF files; the fastest 4-bit format",
     },
     QuantRow {
         ty: QuantType::Q4_1,
@@ -70,7 +71,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: blocks::Q4_1_BYTES,
         dequantize: blocks::dequantize_q4_1,
         quantize: Some(blocks::quantize_q4_1),
-        layout: "scale, least (F16), the same 16 bytes",
+        layout: "scale, minimum (F16), 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
     QuantRow {
@@ -81,7 +82,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: blocks::Q5_0_BYTES,
         dequantize: blocks::dequantize_q5_0,
         quantize: Some(blocks::quantize_q5_0),
-        layout: "scale (F16), 32 upper bits, the same 16 bytes",
+        layout: "scale (F16), 32 high bits, 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
     QuantRow {
@@ -92,7 +93,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: blocks::Q5_1_BYTES,
         dequantize: blocks::dequantize_q5_1,
         quantize: Some(blocks::quantize_q5_1),
-        layout: "scale, least (F16), 32 upper bits, the same 16 bytes",
+        layout: "scale, minimum (F16), 32 high bits, 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
     QuantRow {
@@ -103,8 +104,8 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: superblocks::Q2_K_BYTES,
         dequantize: superblocks::dequantize_q2_k,
         quantize: Some(superblocks::quantize_q2_k),
-        layout: "16 scales and minima (4 bits each), 256 codes of 2 bits, d, dmin (F16)",
-        purpose: "GGUF files; the smallest that is still of use",
+        layout: "16 4-bit scales and minima, 256 2-bit quants, d, dmin (F16)",
+        purpose: "GGUF files; the smallest one that is still usable",
     },
     QuantRow {
         ty: QuantType::Q3_K,
@@ -114,7 +115,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: superblocks::Q3_K_BYTES,
         dequantize: superblocks::dequantize_q3_k,
         quantize: Some(superblocks::quantize_q3_k),
-        layout: "256 upper bits, 256 codes of 2 bits, 16 scales of 6 bits, d (F16)",
+        layout: "256 high bits, 256 2-bit quants, 16 6-bit scales, d (F16)",
         purpose: "GGUF files",
     },
     QuantRow {
@@ -125,8 +126,8 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: superblocks::Q4_K_BYTES,
         dequantize: superblocks::dequantize_q4_k,
         quantize: Some(superblocks::quantize_q4_k),
-        layout: "d, dmin (F16), 8 scales and minima of 6 bits, 256 codes of 4 bits",
-        purpose: "GGUF files; the best of 4 bits for its size",
+        layout: "d, dmin (F16), 8 6-bit scales and minima, 256 4-bit quants",
+        purpose: "GGUF files; the best 4-bit format for its size",
     },
     QuantRow {
         ty: QuantType::Q5_K,
@@ -136,7 +137,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: superblocks::Q5_K_BYTES,
         dequantize: superblocks::dequantize_q5_k,
         quantize: Some(superblocks::quantize_q5_k),
-        layout: "d, dmin (F16), 8 scales and minima of 6 bits, 256 upper bits, 256 codes of 4 bits",
+        layout: "d, dmin (F16), 8 6-bit scales and minima, 256 high bits, 256 4-bit quants",
         purpose: "GGUF files",
     },
     QuantRow {
@@ -147,8 +148,8 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: superblocks::Q6_K_BYTES,
         dequantize: superblocks::dequantize_q6_k,
         quantize: Some(superblocks::quantize_q6_k),
-        layout: "256 codes of 4 bits, their 2 upper bits, 16 signed scales of 8 bits, d (F16)",
-        purpose: "GGUF files; hardly to be told from 8 bits",
+        layout: "256 4-bit quants, their 2 high bits, 16 signed 8-bit scales, d (F16)",
+        purpose: "GGUF files; hardly distinguishable from 8 bits",
     },
     QuantRow {
         ty: QuantType::IQ4_NL,
@@ -158,7 +159,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: few::IQ4_NL_BYTES,
         dequantize: few::dequantize_iq4_nl,
         quantize: None,
-        layout: "scale (F16), 16 bytes: lower halves, then upper halves; codes stand for 16 uneven levels",
+        layout: "scale (F16), 16 bytes: low nibbles, then high nibbles; quants index 16 uneven levels",
         purpose: "GGUF files, read only",
     },
     QuantRow {
@@ -169,7 +170,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: few::IQ4_XS_BYTES,
         dequantize: few::dequantize_iq4_xs,
         quantize: None,
-        layout: "d (F16), 8 scales of 6 bits, 128 bytes of such codes",
+        layout: "d (F16), 8 6-bit scales, 128 bytes of quants as in iq4_nl",
         purpose: "GGUF files, read only",
     },
     QuantRow {
@@ -180,7 +181,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: few::TQ1_0_BYTES,
         dequantize: few::dequantize_tq1_0,
         quantize: None,
-        layout: "5 codes of three values to a byte, d (F16)",
+        layout: "5 ternary quants per byte, d (F16)",
         purpose: "GGUF files of ternary models, read only",
     },
     QuantRow {
@@ -191,7 +192,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: few::TQ2_0_BYTES,
         dequantize: few::dequantize_tq2_0,
         quantize: None,
-        layout: "codes of three values in 2 bits, d (F16)",
+        layout: "2-bit ternary quants, d (F16)",
         purpose: "GGUF files of ternary models, read only",
     },
     QuantRow {
@@ -202,140 +203,140 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: few::MXFP4_BYTES,
         dequantize: few::dequantize_mxfp4,
         quantize: None,
-        layout: "exponent (E8M0), 16 bytes: lower halves, then upper halves; codes are E2M1 numbers",
-        purpose: "GGUF files of models trained so, read only",
+        layout: "exponent (E8M0), 16 bytes: low nibbles, then high nibbles; quants are E2M1 numbers",
+        purpose: "GGUF files of models trained in this format, read only",
     },
     QuantRow {
         ty: QuantType::Q8_B32T1,
         name: "q8_b32t1",
         aliases: &[],
-        block_elements: <affine::Q8B32T1 as Affine>::NUMBERS,
-        block_bytes: <affine::Q8B32T1 as Affine>::BYTES,
+        block_elements: <affine::Q8B32T1 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q8B32T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q8B32T1>,
         quantize: Some(affine::quantize::<affine::Q8B32T1>),
-        layout: "base, scale (F16), 32 bytes",
-        purpose: "8 bits where numbers are not centred",
+        layout: "minimum, scale (F16), 32 bytes",
+        purpose: "8 bits for numbers that are not centered around zero",
     },
     QuantRow {
         ty: QuantType::Q6_B64T1,
         name: "q6_b64t1",
         aliases: &["q6"],
-        block_elements: <affine::Q6B64T1 as Affine>::NUMBERS,
-        block_bytes: <affine::Q6B64T1 as Affine>::BYTES,
+        block_elements: <affine::Q6B64T1 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q6B64T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q6B64T1>,
         quantize: Some(affine::quantize::<affine::Q6B64T1>),
-        layout: "base, scale (F16), 64 upper pairs of bits, 64 half-bytes",
-        purpose: "a little smaller than 8 bits at nearly its quality",
+        layout: "minimum, scale (F16), 64 high bit pairs, 64 nibbles",
+        purpose: "slightly smaller than 8 bits at nearly the same quality",
     },
     QuantRow {
         ty: QuantType::Q5_B64T1,
         name: "q5_b64t1",
         aliases: &["q5"],
-        block_elements: <affine::Q5B64T1 as Affine>::NUMBERS,
-        block_bytes: <affine::Q5B64T1 as Affine>::BYTES,
+        block_elements: <affine::Q5B64T1 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q5B64T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q5B64T1>,
         quantize: Some(affine::quantize::<affine::Q5B64T1>),
-        layout: "base, scale (F16), 64 upper bits, 64 half-bytes",
+        layout: "minimum, scale (F16), 64 high bits, 64 nibbles",
         purpose: "between 4 and 6 bits",
     },
     QuantRow {
         ty: QuantType::Q4_B64T1,
         name: "q4_b64t1",
         aliases: &[],
-        block_elements: <affine::Q4B64T1 as Affine>::NUMBERS,
-        block_bytes: <affine::Q4B64T1 as Affine>::BYTES,
+        block_elements: <affine::Q4B64T1 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q4B64T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q4B64T1>,
         quantize: Some(affine::quantize::<affine::Q4B64T1>),
-        layout: "base, scale (F16), 64 half-bytes",
-        purpose: "4 bits in the least memory",
+        layout: "minimum, scale (F16), 64 nibbles",
+        purpose: "4 bits with the least memory",
     },
     QuantRow {
         ty: QuantType::Q4_B32T1A,
         name: "q4_b32t1a",
         aliases: &["q4"],
-        block_elements: <affine::Q4B32T1A as Affine>::NUMBERS,
-        block_bytes: <affine::Q4B32T1A as Affine>::BYTES,
+        block_elements: <affine::Q4B32T1A as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q4B32T1A as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q4B32T1A>,
         quantize: Some(affine::quantize::<affine::Q4B32T1A>),
-        layout: "base, scale (F16), 32 half-bytes",
-        purpose: "4 bits, finer blocks",
+        layout: "minimum, scale (F16), 32 nibbles",
+        purpose: "4 bits with smaller blocks",
     },
     QuantRow {
         ty: QuantType::Q4_B32T1B,
         name: "q4_b32t1b",
         aliases: &[],
-        block_elements: <affine::Q4B32T1B as Affine>::NUMBERS,
-        block_bytes: <affine::Q4B32T1B as Affine>::BYTES,
+        block_elements: <affine::Q4B32T1B as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q4B32T1B as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q4B32T1B>,
         quantize: Some(affine::quantize::<affine::Q4B32T1B>),
-        layout: "base, scale (F16), 32 half-bytes; codes are centres of bins",
-        purpose: "4 bits, for numbers spread evenly",
+        layout: "minimum, scale (F16), 32 nibbles; quants are bin centers",
+        purpose: "4 bits for uniformly distributed numbers",
     },
     QuantRow {
         ty: QuantType::Q4_B16,
         name: "q4_b16",
         aliases: &[],
-        block_elements: <affine::Q4B16 as Affine>::NUMBERS,
-        block_bytes: <affine::Q4B16 as Affine>::BYTES,
+        block_elements: <affine::Q4B16 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q4B16 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q4B16>,
         quantize: Some(affine::quantize::<affine::Q4B16>),
-        layout: "base, scale (a byte each), 16 half-bytes",
+        layout: "minimum, scale (one byte each), 16 nibbles",
         purpose: "weights between -1 and 1.5 only",
     },
     QuantRow {
         ty: QuantType::Q3H_B64T1,
         name: "q3h_b64t1",
         aliases: &["q3h"],
-        block_elements: <affine::Q3HB64T1 as Affine>::NUMBERS,
-        block_bytes: <affine::Q3HB64T1 as Affine>::BYTES,
+        block_elements: <affine::Q3HB64T1 as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q3HB64T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q3HB64T1>,
         quantize: Some(affine::quantize::<affine::Q3HB64T1>),
-        layout: "base, scale (F16), of 32 pairs: upper bits, middle pairs of bits, lower half-bytes",
-        purpose: "3.5 bits: what 4 bits do not fit for",
+        layout: "minimum, scale (F16), of 32 pairs: high bits, middle bit pairs, low nibbles",
+        purpose: "3.5 bits, if 4 bits do not fit in memory",
     },
     QuantRow {
         ty: QuantType::Q3_B32T1A,
         name: "q3_b32t1a",
         aliases: &[],
-        block_elements: <affine::Q3B32T1A as Affine>::NUMBERS,
-        block_bytes: <affine::Q3B32T1A as Affine>::BYTES,
+        block_elements: <affine::Q3B32T1A as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q3B32T1A as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q3B32T1A>,
         quantize: Some(affine::quantize::<affine::Q3B32T1A>),
-        layout: "base, scale (F16), 32 upper bits, 32 lower pairs of bits",
-        purpose: "as large as q3h_b64t1, and worse: for comparison",
+        layout: "minimum, scale (F16), 32 high bits, 32 low bit pairs",
+        purpose: "for comparison: as large as q3h_b64t1, and less accurate",
     },
     QuantRow {
         ty: QuantType::Q3_B32T1B,
         name: "q3_b32t1b",
         aliases: &["q3"],
-        block_elements: <affine::Q3B32T1B as Affine>::NUMBERS,
-        block_bytes: <affine::Q3B32T1B as Affine>::BYTES,
+        block_elements: <affine::Q3B32T1B as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q3B32T1B as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q3B32T1B>,
         quantize: Some(affine::quantize::<affine::Q3B32T1B>),
-        layout: "base, scale (F16), 32 upper bits, 32 lower pairs of bits; codes are centres of bins",
-        purpose: "as large as q3h_b64t1, and worse: for comparison",
+        layout: "minimum, scale (F16), 32 high bits, 32 low bit pairs; quants are bin centers",
+        purpose: "for comparison: as large as q3h_b64t1, and less accurate",
     },
     QuantRow {
         ty: QuantType::Q2_B32T1A,
         name: "q2_b32t1a",
         aliases: &[],
-        block_elements: <affine::Q2B32T1A as Affine>::NUMBERS,
-        block_bytes: <affine::Q2B32T1A as Affine>::BYTES,
+        block_elements: <affine::Q2B32T1A as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q2B32T1A as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q2B32T1A>,
         quantize: Some(affine::quantize::<affine::Q2B32T1A>),
-        layout: "base, scale (F16), 32 pairs of bits",
-        purpose: "the least memory, at a price in quality",
+        layout: "minimum, scale (F16), 32 bit pairs",
+        purpose: "the least memory, at lower quality",
     },
     QuantRow {
         ty: QuantType::Q2_B32T1B,
         name: "q2_b32t1b",
         aliases: &["q2"],
-        block_elements: <affine::Q2B32T1B as Affine>::NUMBERS,
-        block_bytes: <affine::Q2B32T1B as Affine>::BYTES,
+        block_elements: <affine::Q2B32T1B as AffineFormat>::BLOCK_LEN,
+        block_bytes: <affine::Q2B32T1B as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q2B32T1B>,
         quantize: Some(affine::quantize::<affine::Q2B32T1B>),
-        layout: "base, scale (F16), 32 pairs of bits; codes are centres of bins",
-        purpose: "the least memory, at a price in quality",
+        layout: "minimum, scale (F16), 32 bit pairs; quants are bin centers",
+        purpose: "the least memory, at lower quality",
     },
     QuantRow {
         ty: QuantType::G4_B64,
@@ -345,23 +346,25 @@ pub(super) static TABLE: [QuantRow; 31] = [
         block_bytes: group::BYTES,
         dequantize: group::dequantize,
         quantize: Some(group::quantize),
-        layout: "multiplier, least (F16), 64 half-bytes, the first of two in the upper half",
-        purpose: "FlexGen's group-wise 4 bits",
+        layout: "multiplier, minimum (F16), 64 nibbles, the first of two in the high nibble",
+        purpose: "FlexGen's group-wise 4-bit format",
     },
 ];
 
+/// Decodes elements that are stored separately.
 fn decode<const N: usize>(bytes: &[u8], out: &mut [f32], value: impl Fn([u8; N]) -> f32) {
-    let (codes, rest) = bytes.as_chunks::<N>();
-    assert!(rest.is_empty() && codes.len() == out.len());
-    for (o, code) in out.iter_mut().zip(codes) {
-        *o = value(*code);
+    let (chunks, rest) = bytes.as_chunks::<N>();
+    assert!(rest.is_empty() && chunks.len() == out.len());
+    for (o, chunk) in out.iter_mut().zip(chunks) {
+        *o = value(*chunk);
     }
 }
 
-fn encode<const N: usize>(values: &[f32], out: &mut [u8], code: impl Fn(f32) -> [u8; N]) {
-    let (codes, rest) = out.as_chunks_mut::<N>();
-    assert!(rest.is_empty() && codes.len() == values.len());
-    for (c, v) in codes.iter_mut().zip(values) {
-        *c = code(*v);
+/// Encodes elements separately.
+fn encode<const N: usize>(values: &[f32], out: &mut [u8], bytes: impl Fn(f32) -> [u8; N]) {
+    let (chunks, rest) = out.as_chunks_mut::<N>();
+    assert!(rest.is_empty() && chunks.len() == values.len());
+    for (c, v) in chunks.iter_mut().zip(values) {
+        *c = bytes(*v);
     }
 }

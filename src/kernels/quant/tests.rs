@@ -1,15 +1,15 @@
-//! Every row of the table: bytes against the gguf package's, round trips, and what happens to numbers that are none.
+//! Tests of every format: bytes against those of the gguf package, round trips, and non-finite numbers.
 
 use super::*;
 use crate::random::philox;
 
 #[test]
-fn table_rows_stand_where_their_type_says() {
+fn table_rows_are_in_the_order_of_the_types() {
     for (number, ty) in QuantType::all().enumerate() {
         assert_eq!((ty as usize, ty.row().ty), (number, ty));
         assert_eq!(QuantType::by_name(&ty.name().to_uppercase()), Some(ty));
         for alias in ty.row().aliases {
-            assert_eq!(QuantType::by_name(alias), Some(ty), "no name is there twice");
+            assert_eq!(QuantType::by_name(alias), Some(ty), "every name is unique");
         }
     }
 }
@@ -31,7 +31,7 @@ fn representable_values_survive_and_ties_go_to_even() {
     assert_eq!(u16::from_le_bytes(half_ulp), 0x3f82);
 }
 
-/// A file of tests/fixtures/quant, which tests/oracle/make_quants.py writes.
+/// Reads a file of tests/fixtures/quant, which tests/oracle/make_quants.py writes.
 fn fixture(name: &str) -> Option<Vec<u8>> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/quant/");
     std::fs::read(format!("{folder}{name}")).ok()
@@ -41,7 +41,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-/// Numbers in a fixture.
+/// Elements of a fixture.
 const RECORDED: usize = 1024;
 
 #[test]
@@ -50,10 +50,10 @@ fn every_format_of_gguf_is_read_as_the_gguf_package_reads_it() {
     let all =
         [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4];
     for ty in all {
-        let file = fixture(&format!("{}.bin", ty.name().to_lowercase())).expect("it is recorded");
-        let (codes, values) = file.split_at(ty.bytes(RECORDED).unwrap());
+        let file = fixture(&format!("{}.bin", ty.name().to_lowercase())).expect("the fixture exists");
+        let (quantized, values) = file.split_at(ty.bytes(RECORDED).unwrap());
         let (mut got, want) = (vec![0.0; RECORDED], floats(values));
-        ty.dequantize(codes, &mut got);
+        ty.dequantize(quantized, &mut got);
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(got.to_bits(), want.to_bits(), "{ty}: number {i} is {got}, not {want}");
         }
@@ -64,7 +64,7 @@ fn every_format_of_gguf_is_read_as_the_gguf_package_reads_it() {
 fn simple_blocks_are_written_as_the_gguf_package_writes_them() {
     use QuantType::*;
     for ty in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0] {
-        let file = fixture(&format!("{}.codes", ty.name())).expect("it is recorded");
+        let file = fixture(&format!("{}.codes", ty.name())).expect("the fixture exists");
         let (values, want) = file.split_at(4 * RECORDED);
         let mut got = vec![0; want.len()];
         ty.quantize(&floats(values), &mut got);
@@ -72,7 +72,7 @@ fn simple_blocks_are_written_as_the_gguf_package_writes_them() {
     }
 }
 
-/// Numbers as weights are: normal, in groups of different spread.
+/// Returns numbers that are distributed like weights: normal, in groups of different spread.
 fn weights(n: usize) -> Vec<f32> {
     let uniform = |i: u32| {
         let words = philox([i, 3, 0, 0], [5, 6]);
@@ -89,7 +89,7 @@ fn there_and_back(ty: QuantType, values: &[f32]) -> Vec<f32> {
     back
 }
 
-/// Root of the mean square of the error, as a share of that of the numbers.
+/// Returns the root-mean-square error relative to the root mean square of the numbers.
 fn error(ty: QuantType) -> f64 {
     let values = weights(1 << 14);
     let square = |x: f64| x * x;
@@ -102,10 +102,10 @@ fn written() -> impl Iterator<Item = QuantType> {
     QuantType::all().filter(|ty| ty.row().quantize.is_some())
 }
 
-/// What a rounding to evenly spaced codes costs for normal numbers is known to lie near these; a wrong bit or a scale of
-/// the wrong block costs several times as much.
+/// The error of rounding normal numbers to evenly spaced levels is known to be near these bounds. A wrong
+/// bit, or the scale of another block, gives an error several times as large.
 #[test]
-fn errors_fall_with_bits_as_they_should() {
+fn errors_decrease_with_the_number_of_bits() {
     for ty in written().filter(|ty| ty.is_blocked()) {
         let spread = error(ty);
         let levels = (ty.bits() - 0.5).floor().min(8.0).exp2();
@@ -141,46 +141,48 @@ fn constant_blocks_come_back_and_zeros_are_zeros() {
     }
 }
 
-/// Documented: in blocks a NaN counts as 0 and what is too large as the largest; nothing that is no number comes back, and
-/// what lies in other blocks does not change.
+/// As documented: in blocks, NaN becomes 0 and too large numbers become the largest one. Dequantized numbers
+/// are finite, and other blocks are unaffected.
 #[test]
-fn blocks_hold_numbers_only() {
-    const STRANGE: [f32; 6] =
+fn blocks_hold_finite_numbers_only() {
+    const UNUSUAL: [f32; 6] =
         [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE / 4.0, -1e-30];
     for ty in written().filter(|ty| ty.is_blocked()) {
         let block = ty.row().block_elements;
         let plain = weights(3 * block);
         let undisturbed = there_and_back(ty, &plain);
-        for strange in STRANGE {
+        for unusual in UNUSUAL {
             let mut values = plain.clone();
-            values[block + 5] = strange;
+            values[block + 5] = unusual;
             let back = there_and_back(ty, &values);
-            assert!(back.iter().all(|x| x.is_finite()), "{ty} with {strange}");
-            assert_eq!(back[..block], undisturbed[..block], "{ty} with {strange}");
-            assert_eq!(back[2 * block..], undisturbed[2 * block..], "{ty} with {strange}");
+            assert!(back.iter().all(|x| x.is_finite()), "{ty} with {unusual}");
+            assert_eq!(back[..block], undisturbed[..block], "{ty} with {unusual}");
+            assert_eq!(back[2 * block..], undisturbed[2 * block..], "{ty} with {unusual}");
         }
     }
 }
 
-/// docs/quantization.md's table is made of the rows; `UPDATE_DOCS=1 cargo test made_of_the_rows` makes it anew.
+/// Checks the table in docs/quantization.md; `UPDATE_DOCS=1 cargo test documented_table` regenerates it.
 #[test]
-fn the_documented_table_is_made_of_the_rows() {
-    const BEGIN: &str = "<!-- made of the table's rows -->\n";
+fn the_documented_table_is_up_to_date() {
+    const BEGIN: &str = "<!-- generated from the table of formats -->\n";
     const END: &str = "<!-- end -->";
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/quantization.md");
-    let text = std::fs::read_to_string(path).expect("it is documented");
-    let (before, rest) = text.split_once(BEGIN).expect("the table has a begin");
-    let (_, after) = rest.split_once(END).expect("the table has an end");
-    let made = format!("{before}{BEGIN}{}{END}{after}", rows());
+    let text = std::fs::read_to_string(path).expect("the page exists");
+    let (before, rest) = text.split_once(BEGIN).expect("the table has a start marker");
+    let (_, after) = rest.split_once(END).expect("the table has an end marker");
+    let expected = format!("{before}{BEGIN}{}{END}{after}", rows());
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        std::fs::write(path, &made).expect("it can be written");
+        std::fs::write(path, &expected).expect("the page can be written");
     }
-    assert!(text == made, "docs/quantization.md is out of date; UPDATE_DOCS=1 makes it anew");
+    assert!(text == expected, "docs/quantization.md is out of date; UPDATE_DOCS=1 regenerates it");
 }
 
+/// Formats the table of formats as Markdown.
 fn rows() -> String {
     let mut table = String::from(
-        "| name | also | numbers | bytes | bits | a block, in order | error | good for |\n|---|---|---|---|---|---|---|---|\n",
+        "| name | aliases | elements | bytes | bits | block layout | error | purpose |\n\
+         |---|---|---|---|---|---|---|---|\n",
     );
     for ty in QuantType::all() {
         let row = ty.row();

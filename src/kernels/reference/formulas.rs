@@ -1,6 +1,7 @@
-//! The oracle's formulas, in F64: attention, norms, angles, activations, mixtures of experts.
+//! The formulas of the reference backend, in F64: attention, norms, RoPE, activation functions, mixtures of
+//! experts.
 //!
-//! Invariant: a sum runs in the order of its index, and what is stored between two operations is F32.
+//! Invariant: sums run in index order, and values that are stored between two operations are F32.
 
 use super::draw::{descending, or_lowest};
 use crate::backend::{
@@ -13,24 +14,24 @@ use half::bf16;
 use std::borrow::Cow;
 use std::f64::consts::{FRAC_2_SQRT_PI, PI, SQRT_2};
 
-/// K (places, k_dim) and V (places, v_dim) of one KV head at those places of the cache.
+/// Reads K (positions, k_dim) and V (positions, v_dim) of one KV head at the given positions of the cache.
 pub(super) fn history(
     cache: &KvLayer<HostBuf>,
     kv_head: usize,
-    places: impl ExactSizeIterator<Item = usize>,
+    positions: impl ExactSizeIterator<Item = usize>,
 ) -> (Vec<f32>, Vec<f32>) {
     let layout = cache.layout;
-    let mut keys = vec![0.0; places.len() * layout.k_dim];
-    let mut values = vec![0.0; places.len() * layout.v_dim];
+    let mut keys = vec![0.0; positions.len() * layout.k_dim];
+    let mut values = vec![0.0; positions.len() * layout.v_dim];
     let rows = keys.chunks_exact_mut(layout.k_dim).zip(values.chunks_exact_mut(layout.v_dim));
-    for (place, (key, value)) in places.zip(rows) {
-        read_run(layout.ty, &cache.k, place * layout.kv_heads + kv_head, key);
-        read_run(layout.ty, &cache.v, place * layout.kv_heads + kv_head, value);
+    for (position, (key, value)) in positions.zip(rows) {
+        read_run(layout.ty, &cache.k, position * layout.kv_heads + kv_head, key);
+        read_run(layout.ty, &cache.v, position * layout.kv_heads + kv_head, value);
     }
     (keys, values)
 }
 
-/// Scaled and capped scores of q (k_dim) with keys (n, k_dim).
+/// Returns the scaled and capped scores of q (k_dim) with keys (n, k_dim).
 pub(super) fn scores(shape: &AttentionShape<HostBuf>, q: &[f32], keys: &[f32]) -> Vec<f64> {
     let scaled = keys.chunks_exact(q.len()).map(|key| dot(q, key) * f64::from(shape.scale));
     match shape.softcap {
@@ -39,32 +40,34 @@ pub(super) fn scores(shape: &AttentionShape<HostBuf>, q: &[f32], keys: &[f32]) -
     }
 }
 
+/// Returns the relative position bias of a key for a query.
 pub(super) fn distance_bias(bias: &DistanceBias<HostBuf>, head: usize, key: usize, query: usize) -> f64 {
     let at = (key + bias.reach - 1).checked_sub(query).filter(|at| *at < 2 * bias.reach - 1);
-    let at = at.expect("the bias reaches every distance; this is a bug");
+    let at = at.expect("the bias covers every distance; this is a bug");
     f64::from(bias.table.f32()[head * (2 * bias.reach - 1) + at])
 }
 
-/// The numbers of all scores but the last, of those the largest of that share, ties by number; and of the last.
-pub(super) fn chosen(scores: &[f64], share: Share) -> Vec<usize> {
+/// Returns the indices of that fraction of all scores but the last, those with the largest scores, ties by
+/// index; and the index of the last score.
+pub(super) fn chosen(scores: &[f64], fraction: Share) -> Vec<usize> {
     let Some(past) = scores.len().checked_sub(1) else { return Vec::new() };
     let key = |i: &usize| if scores[*i].is_nan() { f64::NEG_INFINITY } else { scores[*i] };
-    let mut chosen: Vec<usize> = (0..past).collect();
-    chosen.sort_by(|a, b| key(b).partial_cmp(&key(a)).expect("there is no NaN; this is a bug"));
-    chosen.truncate(share.of(past));
-    chosen.sort_unstable();
-    chosen.push(past);
-    chosen
+    let mut selected: Vec<usize> = (0..past).collect();
+    selected.sort_by(|a, b| key(b).partial_cmp(&key(a)).expect("there is no NaN; this is a bug"));
+    selected.truncate(fraction.of(past));
+    selected.sort_unstable();
+    selected.push(past);
+    selected
 }
 
-/// out (v_dim) = softmax(scores) · values (n, v_dim), of the values those whose numbers are given; nothing where nothing is
-/// seen.
-pub(super) fn mix(scores: &[f64], taken: impl Iterator<Item = usize>, values: &[f32], out: &mut [f32]) {
+/// Computes out (v_dim) = softmax(scores) · values (n, v_dim), with the given values only; zeros if there are
+/// no scores.
+pub(super) fn mix(scores: &[f64], selected: impl Iterator<Item = usize>, values: &[f32], out: &mut [f32]) {
     let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
     let total: f64 = weights.iter().sum();
     let mut sums = vec![0.0; out.len()];
-    for i in taken {
+    for i in selected {
         for (sum, v) in sums.iter_mut().zip(&values[i * out.len()..]) {
             *sum += weights[i] * f64::from(*v);
         }
@@ -74,7 +77,7 @@ pub(super) fn mix(scores: &[f64], taken: impl Iterator<Item = usize>, values: &[
     }
 }
 
-/// Normalises one row.
+/// Normalizes one row.
 pub(super) fn normalise(norm: &Norm<HostBuf>, x: &mut [f32]) {
     let width = norm.width as f64;
     let mean = match norm.kind {
@@ -90,7 +93,8 @@ pub(super) fn normalise(norm: &Norm<HostBuf>, x: &mut [f32]) {
     }
 }
 
-/// Cosine and sine of each pair (dims / 2, 2) at a position of a sequence with so many reserved tokens.
+/// Computes cosine and sine of each pair (dims / 2, 2) at a position of a sequence with `reserved` reserved
+/// tokens.
 pub(super) fn angles_of(rope: &Rope<HostBuf>, position: usize, reserved: usize, angles: &mut [f32]) {
     if let Some(stretch) = rope.stretch.filter(|stretch| reserved > stretch.context) {
         let base = stretch.base(rope.dims, reserved);
@@ -100,18 +104,19 @@ pub(super) fn angles_of(rope: &Rope<HostBuf>, position: usize, reserved: usize, 
         }
         return;
     }
-    assert!(position < rope.positions, "position {position} has no angle");
+    assert!(position < rope.positions, "the table does not cover position {position}");
     let table = rope.table(reserved);
     angles.copy_from_slice(&table.f32()[position * rope.dims..][..rope.dims]);
 }
 
+/// Applies an activation function.
 pub(super) fn activated(act: Activation, x: f64) -> f64 {
     match act {
         Activation::Relu => x.max(0.0),
         Activation::SquaredRelu => x.max(0.0).powi(2),
-        // Φ(x) = erfc(-x / √2) / 2, which does not cancel in the tail.
+        // Φ(x) = erfc(-x / √2) / 2, which avoids cancellation in the tail.
         Activation::Gelu => 0.5 * x * erfc(-x / SQRT_2),
-        // (1 + tanh(y)) / 2 = sigmoid(2y), which does not either.
+        // (1 + tanh(y)) / 2 = sigmoid(2y), which avoids it too.
         Activation::GeluTanh => x * sigmoid(2.0 * (2.0 / PI).sqrt() * (x + 0.044715 * x.powi(3))),
         Activation::QuickGelu => x * sigmoid(1.702 * x),
         Activation::Silu => x * sigmoid(x),
@@ -119,16 +124,18 @@ pub(super) fn activated(act: Activation, x: f64) -> f64 {
     }
 }
 
+/// Returns 1 / (1 + e^-x).
 pub(super) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
+/// Returns cap * tanh(x / cap).
 pub(super) fn capped(x: f64, cap: f32) -> f64 {
     f64::from(cap) * (x / f64::from(cap)).tanh()
 }
 
-/// 1 - erf(x), by erf's series about zero and by its own continued fraction beyond 3: relative to itself within 1e-10
-/// above 0, to 1 below.
+/// Returns 1 - erf(x), with the series of erf around zero, and a continued fraction for |x| >= 3. The error
+/// is within 1e-10, relative to the result for positive x, and absolute for negative x.
 pub(crate) fn erfc(x: f64) -> f64 {
     if x.abs() < 3.0 {
         return 1.0 - erf(x);
@@ -140,7 +147,8 @@ pub(crate) fn erfc(x: f64) -> f64 {
     if x > 0.0 { tail } else { 2.0 - tail }
 }
 
-/// 2/√π · Σ (-1)ⁿ x²ⁿ⁺¹ / (n! (2n+1)), here as e^(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!, whose terms have one sign.
+/// Returns erf(x) = 2/√π · Σ (-1)ⁿ x²ⁿ⁺¹ / (n! (2n+1)), computed as e^(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!, whose
+/// terms have the same sign.
 fn erf(x: f64) -> f64 {
     let (mut term, mut sum, mut n) = (x, x, 0.0);
     while term.abs() > sum.abs() * 1e-17 {
@@ -151,7 +159,7 @@ fn erf(x: f64) -> f64 {
     FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
-/// The experts that a row goes through, ascending, each with its score.
+/// Returns the experts of a row, ascending, with their scores.
 pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
     let logits: Vec<f32> = logits.iter().map(|logit| or_lowest(*logit)).collect();
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -164,28 +172,33 @@ pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
             weights.iter().map(|weight| weight / total).collect()
         }
     };
-    let mut chosen: Vec<usize> = descending(&logits).into_iter().map(|id| id as usize).collect();
-    chosen.truncate(shape.top_k);
-    chosen.sort_unstable();
-    let sum: f64 = if shape.renormalise { chosen.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
-    chosen.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
+    let mut selected: Vec<usize> = descending(&logits).into_iter().map(|id| id as usize).collect();
+    selected.truncate(shape.top_k);
+    selected.sort_unstable();
+    let sum: f64 = if shape.renormalise { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
+    selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
 }
 
-/// What one expert makes of x (hidden).
-pub(super) fn expert_mlp(inputs: Inputs, expert: &Expert<HostBuf>, act: Activation, x: &[f32]) -> Vec<f32> {
-    let gate = product(inputs, &expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
+/// Computes one expert for x (hidden).
+pub(super) fn expert_mlp(
+    precision: Inputs,
+    expert: &Expert<HostBuf>,
+    act: Activation,
+    x: &[f32],
+) -> Vec<f32> {
+    let gate = product(precision, &expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
     let inner: Vec<f32> = match &expert.up {
         Some(up) => {
-            gate.zip(product(inputs, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
+            gate.zip(product(precision, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
         }
         None => gate.map(|gate| gate as f32).collect(),
     };
-    product(inputs, &expert.down, &inner)
+    product(precision, &expert.down, &inner)
 }
 
-/// w (out, in) · x (in)
-fn product(inputs: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
-    let x = &*as_taken(w.ty.operand(inputs), x);
+/// Returns w (n, k) · x (k).
+fn product(precision: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+    let x = &*as_taken(w.ty.operand(precision), x);
     let mut weights = vec![0.0; w.inp];
     let row = |o| {
         read_codes(w.ty, &w.buf, o, &mut weights);
@@ -194,7 +207,7 @@ fn product(inputs: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
     (0..w.out).map(row).collect()
 }
 
-/// x as products take it.
+/// Rounds x to the precision of the operand.
 pub(super) fn as_taken(operand: Operand, x: &[f32]) -> Cow<'_, [f32]> {
     match operand {
         Operand::F32 => Cow::Borrowed(x),
@@ -203,11 +216,12 @@ pub(super) fn as_taken(operand: Operand, x: &[f32]) -> Cow<'_, [f32]> {
     }
 }
 
+/// Returns the dot product.
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Reads vector number `index` of `out.len()` elements.
+/// Reads row number `index` of a matrix with `out.len()` columns.
 pub(super) fn read_codes(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
     let bytes = vector_bytes(ty, out.len());
     ty.dequantize(&from.bytes()[index * bytes..][..bytes], out);
@@ -225,10 +239,12 @@ pub(super) fn write_run(ty: QuantType, values: &[f32], to: &mut HostBuf, index: 
     ty.quantize_run(values, &mut to.bytes_mut()[index * bytes..][..bytes]);
 }
 
+/// Returns the bytes of a run.
 fn run_bytes(ty: QuantType, elements: usize) -> usize {
-    ty.run_bytes(elements).expect("the cache was made, so its runs fit memory; anything else is a bug")
+    ty.run_bytes(elements).expect("the cache was allocated, so its runs fit in memory; this is a bug")
 }
 
+/// Returns the bytes of a matrix row.
 fn vector_bytes(ty: QuantType, elements: usize) -> usize {
-    ty.bytes(elements).expect("vectors hold whole blocks; this is a bug")
+    ty.bytes(elements).expect("rows are whole blocks; this is a bug")
 }

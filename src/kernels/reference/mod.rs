@@ -1,9 +1,9 @@
-//! The oracle: every operation as one plain loop, and the one definition of drawing a token.
+//! The reference backend: every operation as a simple loop, and the definition of token sampling.
 //!
-//! Slow on purpose. Sums run in F64 in the order of their index, so that what remains is the rounding of
-//! stored values; whatever a fast backend does is compared with this by [`crate::conformance`]. This file is the list of
-//! operations; beside it are the rows of the step at hand, the formulas, and the drawing.
-//! Invariant: no threads, no unsafe code, no state beyond slots and the current rows.
+//! It is slow by design. Sums run in F64 in index order, so that the only error is the rounding of stored
+//! values. [`crate::conformance`] compares every fast backend with it. This file lists the operations; the
+//! other files hold the rows of the current step, the formulas, and sampling.
+//! Invariant: no threads, no unsafe code, and no state beyond the slots and the current rows.
 
 mod rows;
 
@@ -33,29 +33,29 @@ use formulas::{
 use rows::{Part, SlotState, visible};
 use std::ops::Range;
 
-/// The oracle backend, in host memory.
+/// The reference backend (the oracle of the conformance tests), in host memory.
 #[derive(Debug, Default)]
 pub struct Reference {
     stage: Stage,
     inputs: Inputs,
     limits: Option<StepLimits>,
     slots: Vec<SlotState>,
-    /// Rows of the step begun last, by stack.
+    /// Rows of the current step, by stack.
     parts: [Part; 2],
-    /// The stack whose rows are the current ones.
+    /// Index of the stack whose rows are current.
     part: usize,
-    /// What to do with each wanted row, of both stacks.
+    /// Sampling parameters of each output row, of both stacks.
     samples: Vec<SampleRow>,
     biases: Vec<(u32, f32)>,
 }
 
 impl Reference {
-    /// An oracle without slots; [`Backend::prepare`] makes them. Its inputs stay as they are.
+    /// Creates a backend without slots, which [`Backend::prepare`] allocates. Activations stay F32.
     pub fn new() -> Reference {
         Reference::with(Inputs::Plain)
     }
 
-    /// One of these inputs.
+    /// Creates a backend with the given precision of activations.
     pub fn with(inputs: Inputs) -> Reference {
         Reference { inputs, ..Reference::default() }
     }
@@ -95,25 +95,21 @@ impl Backend for Reference {
     fn upload_weight(
         &mut self,
         ty: QuantType,
-        out: usize,
-        inp: usize,
+        n: usize,
+        k: usize,
         bytes: &[u8],
     ) -> Result<Weight<HostBuf>, DeviceError> {
-        assert_eq!(
-            Some(bytes.len()),
-            ty.bytes(inp).map(|row| row * out),
-            "{ty} codes of a {out} x {inp} matrix"
-        );
+        assert_eq!(Some(bytes.len()), ty.bytes(k).map(|row| row * n), "size of a {n} x {k} matrix of {ty}");
         let mut buf = HostBuf::zeroed(bytes.len())?;
         buf.bytes_mut().copy_from_slice(bytes);
-        Ok(Weight { buf, ty, out, inp })
+        Ok(Weight { buf, ty, out: n, inp: k })
     }
 
-    fn weight_bytes(&self, ty: QuantType, out: usize, inp: usize) -> usize {
-        ty.bytes(inp).expect("rows are whole blocks; this is a bug") * out
+    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
+        ty.bytes(k).expect("rows are whole blocks; this is a bug") * n
     }
 
-    /// Both buffers are (pages, page_positions, kv_heads) of runs of `layout.ty`.
+    /// Both buffers are (pages, page_positions, kv_heads) runs of format `layout.ty`.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
         assert_eq!(layout.page_positions % KvLayout::BLOCK, 0, "pages hold whole blocks");
         layout.check_type()?;
@@ -168,7 +164,7 @@ impl Backend for Reference {
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
         let mut vector = vec![0.0; table.inp];
         for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.inp)) {
-            assert!(row.position + offset < table.out, "position {} has no vector", row.position);
+            assert!(row.position + offset < table.out, "position {} has no embedding", row.position);
             read_codes(table.ty, &table.buf, row.position + offset, &mut vector);
             x.iter_mut().zip(&vector).for_each(|(x, v)| *x += v);
         }
@@ -261,13 +257,13 @@ impl Backend for Reference {
         let layout = cache.layout;
         let group = shape.heads / layout.kv_heads;
         assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
-        assert!(shape.mask.suits(shape.table), "{:?} has no meaning over {:?}", shape.mask, shape.table);
+        assert!(shape.mask.suits(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
         for (r, row) in self.rows().iter().enumerate() {
             let seen = visible(row, shape.mask, shape.table);
-            let share = self.share(row, shape.table);
+            let fraction = self.share(row, shape.table);
             for kv_head in 0..layout.kv_heads {
-                let places = seen.clone().map(|p| self.place(row, shape.table, p, &layout));
-                let (keys, values) = history(cache, kv_head, places);
+                let positions = seen.clone().map(|p| self.place(row, shape.table, p, &layout));
+                let (keys, values) = history(cache, kv_head, positions);
                 for head in kv_head * group..(kv_head + 1) * group {
                     let at = r * shape.heads + head;
                     let mut scores = scores(shape, &q.f32()[at * layout.k_dim..][..layout.k_dim], &keys);
@@ -276,9 +272,9 @@ impl Backend for Reference {
                         scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);
                     }
                     let out = &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim];
-                    match share {
+                    match fraction {
                         Share::ALL => mix(&scores, 0..scores.len(), &values, out),
-                        share => mix(&scores, chosen(&scores, share).into_iter(), &values, out),
+                        fraction => mix(&scores, chosen(&scores, fraction).into_iter(), &values, out),
                     }
                 }
             }
@@ -335,19 +331,19 @@ impl Backend for Reference {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let held = shape.first..shape.first + experts.len();
-        assert!(held.end <= shape.experts, "{held:?} of {} experts", shape.experts);
+        let local = shape.first..shape.first + experts.len();
+        assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
         let hidden = experts[0].down.out;
         for r in 0..rows {
             let logits = &router.f32()[r * shape.experts..][..shape.experts];
             let mut sum = vec![0.0; hidden];
             for (expert, score) in
-                routed(shape, logits).into_iter().filter(|(expert, _)| held.contains(expert))
+                routed(shape, logits).into_iter().filter(|(expert, _)| local.contains(expert))
             {
-                let expert = &experts[expert - held.start];
-                let given =
+                let expert = &experts[expert - local.start];
+                let output =
                     expert_mlp(self.inputs, expert, shape.activation, &x.f32()[r * hidden..][..hidden]);
-                sum.iter_mut().zip(given).for_each(|(sum, y)| *sum += score * f64::from(y));
+                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
             }
             let y = &mut y.f32_mut()[r * hidden..][..hidden];
             y.iter_mut().zip(sum).for_each(|(y, sum)| *y = sum as f32);
@@ -369,8 +365,9 @@ impl Backend for Reference {
         }
     }
 
-    fn gather(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
-        for (row, y) in self.parts[self.part].wanted[wanted].iter().zip(y.f32_mut().chunks_exact_mut(width)) {
+    fn gather(&mut self, outputs: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
+        for (row, y) in self.parts[self.part].wanted[outputs].iter().zip(y.f32_mut().chunks_exact_mut(width))
+        {
             y.copy_from_slice(&x.f32()[row * width..][..width]);
         }
     }
@@ -379,19 +376,19 @@ impl Backend for Reference {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
-    fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
         let vocab = self.limits().vocab;
-        for (i, logits) in wanted.zip(logits.f32().chunks_exact(vocab)) {
+        for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
             let part = &self.parts[self.part];
-            let (row, sample) = (part.rows[part.wanted[i]], self.samples[part.first_sample + i]);
-            let token = match sample.mode {
-                SampleMode::Draw => draw(logits, sample.biases(&self.biases), &sample),
+            let (row, params) = (part.rows[part.wanted[i]], self.samples[part.first_sample + i]);
+            let token = match params.mode {
+                SampleMode::Draw => draw(logits, params.biases(&self.biases), &params),
                 SampleMode::Score(token) => token,
             };
-            if sample.mode == SampleMode::Draw && row.table != SpanTable::Sink {
+            if params.mode == SampleMode::Draw && row.table != SpanTable::Sink {
                 self.slots[row.slot].last = token;
             }
-            report(token, logits, &sample, out);
+            report(token, logits, &params, out);
         }
     }
 
@@ -405,13 +402,13 @@ impl Backend for Reference {
     }
 }
 
-/// Appends one wanted row's result.
-fn report(token: u32, logits: &[f32], sample: &SampleRow, out: &mut StepOutput) {
+/// Appends the result of one output row.
+fn report(token: u32, logits: &[f32], params: &SampleRow, out: &mut StepOutput) {
     let mut result = SampledRow { token, logprob: f32::NAN, top_at: out.top.len() as u32, top_len: 0 };
-    if sample.logprob || sample.top_logprobs > 0 {
-        let logprobs = logprobs(logits, sample.top_logprobs.into());
+    if params.logprob || params.top_logprobs > 0 {
+        let logprobs = logprobs(logits, params.top_logprobs.into());
         result.top_len = logprobs.top.len() as u32;
-        if sample.logprob {
+        if params.logprob {
             result.logprob = logprobs.of(logits[token as usize]);
         }
         out.top.extend(logprobs.top);

@@ -1,22 +1,24 @@
-//! The oracle's slots, and the rows of the step at hand.
+//! The slots of the reference backend, and the rows of the current step.
 //!
-//! Invariant: what a row sees, and where it lies, follows from its span and its slot's tables.
+//! Invariant: which positions a row attends to, and where they are stored, follows from its span and the
+//! tables of its slot.
 
 use super::Reference;
 use crate::backend::{KvLayout, KvTable, Mask, Share, StepLimits};
 use crate::batch::{Page, SINK_PAGE, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
 use std::ops::Range;
 
-/// Rows of one stack.
+/// The rows of one stack.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Part {
     pub(super) rows: Vec<Row>,
-    /// Of those, the rows whose logits are wanted, in order.
+    /// Indices of the output rows among them, in order.
     pub(super) wanted: Vec<usize>,
-    /// Where their entries begin among the step's samples.
+    /// Index of their first entry among the sampling parameters of the step.
     pub(super) first_sample: usize,
 }
 
+/// The state of a slot.
 #[derive(Clone, Debug)]
 pub(super) struct SlotState {
     pub(super) last: u32,
@@ -24,17 +26,18 @@ pub(super) struct SlotState {
     pub(super) cross: Vec<Page>,
 }
 
+/// A row of the current step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
     pub(super) slot: usize,
     pub(super) position: usize,
     pub(super) token: u32,
-    /// Whether the token was drawn, not given.
+    /// Whether the token was generated rather than given.
     pub(super) drawn: bool,
     pub(super) table: SpanTable,
     pub(super) reserved: usize,
     source: usize,
-    /// Of a scratch span: its length, and the place of its first position.
+    /// Length of the span, and its first position in the scratch cache.
     span_len: usize,
     scratch: usize,
 }
@@ -49,7 +52,7 @@ impl SlotState {
     }
 }
 
-/// The positions a row attends to.
+/// Returns the positions that a row attends to.
 pub(super) fn visible(row: &Row, mask: Mask, table: KvTable) -> Range<usize> {
     let position = row.position;
     let all = match (table, mask) {
@@ -69,19 +72,22 @@ pub(super) fn visible(row: &Row, mask: Mask, table: KvTable) -> Range<usize> {
 }
 
 impl Reference {
+    /// Returns the limits of a step.
     pub(super) fn limits(&self) -> &StepLimits {
-        self.limits.as_ref().expect("prepare comes before the first step; this is a bug")
+        self.limits.as_ref().expect("prepare must be called before the first step; this is a bug")
     }
 
-    /// Of how large a share of its past a row takes the values.
+    /// Returns the fraction of the earlier positions whose values a row attends to.
     pub(super) fn share(&self, row: &Row, table: KvTable) -> Share {
         if row.drawn && table == KvTable::Own { self.limits().attended } else { Share::ALL }
     }
 
+    /// Returns the current rows.
     pub(super) fn rows(&self) -> &[Row] {
         &self.parts[self.part].rows
     }
 
+    /// Applies slot moves.
     pub(super) fn move_slots(&mut self, batch: &StepBatch) {
         for moved in &batch.moves {
             assert!(
@@ -93,20 +99,22 @@ impl Reference {
         }
     }
 
+    /// Applies page table updates.
     pub(super) fn update_tables(&mut self, batch: &StepBatch) {
         for update in &batch.tables {
             let slot = &mut self.slots[update.slot as usize];
             let table = match update.table {
                 KvTable::Own => &mut slot.own,
                 KvTable::Cross => &mut slot.cross,
-                KvTable::Scratch => panic!("there is no scratch table to write; this is a bug"),
+                KvTable::Scratch => panic!("the scratch cache has no page table to update; this is a bug"),
             };
             table[update.index as usize] = update.page;
         }
     }
 
+    /// Maps the spans of a batch to rows.
     pub(super) fn map_rows(&mut self, batch: &StepBatch) {
-        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "spans of the encoder come first");
+        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "encoder spans precede decoder spans");
         assert!(batch.rows() <= self.limits().rows, "{} rows exceed the limits", batch.rows());
         self.parts = Default::default();
         let mut scratch = 0;
@@ -121,16 +129,17 @@ impl Reference {
         encoder.wanted = batch.wanted_rows(SpanStack::Encoder).collect();
         decoder.wanted = batch.wanted_rows(SpanStack::Decoder).collect();
         decoder.first_sample = encoder.wanted.len();
-        let wanted = encoder.wanted.len() + decoder.wanted.len();
-        assert_eq!(wanted, batch.samples.len(), "each wanted row has its entry");
+        let outputs = encoder.wanted.len() + decoder.wanted.len();
+        assert_eq!(outputs, batch.samples.len(), "each output row has sampling parameters");
     }
 
+    /// Maps one span; `scratch` is its first position in the scratch cache.
     fn map_span(&mut self, span: &Span, tokens: &[u32], scratch: usize) {
         let is_encoder = span.stack == SpanStack::Encoder;
         assert_eq!(
             is_encoder,
             span.table == SpanTable::Scratch,
-            "an encoder's spans, and no others, are scratch"
+            "encoder spans, and only those, use the scratch cache"
         );
         let (start, len) = (span.start as usize, span.len());
         let end = if is_encoder { self.limits().source_positions } else { self.limits().positions };
@@ -153,7 +162,7 @@ impl Reference {
         }));
     }
 
-    /// Where a position lies: its number among all positions of the cache.
+    /// Returns the index of a position among all positions of the cache.
     pub(super) fn place(&self, row: &Row, table: KvTable, position: usize, layout: &KvLayout) -> usize {
         let (slot, index) = (&self.slots[row.slot], position / layout.page_positions);
         let page = match (row.table, table) {

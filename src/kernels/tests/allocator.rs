@@ -1,7 +1,8 @@
-//! Once prepared, no operation of the CPU device allocates, on any thread, from its first step on. A binary of its own,
-//! because the allocator is the process's, and without a harness, which has threads.
+//! Once prepared, no operation of the CPU backend allocates, on any thread, from its first step on. The test
+//! is a binary of its own because it replaces the allocator of the process, and has no test harness because
+//! that has threads of its own.
 //!
-//! Invariant: every operation of a step is in [`Everything::step`].
+//! Invariant: [`Everything::step`] runs every operation of a step.
 
 use mainstem_kernels::Inputs;
 use mainstem_kernels::conformance::noise;
@@ -15,20 +16,21 @@ use mainstem_kernels::{
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// An allocator that counts allocations.
 struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call is handed on to the system's allocator as it came.
+// SAFETY: every call is forwarded to the system allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the contract of the caller is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the contract of the caller is the same.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -49,7 +51,7 @@ const LIMITS: StepLimits = StepLimits {
     hidden: WIDTH,
     attended: Share::ALL,
 };
-/// Of every row; so many heads of so many dimensions.
+/// Width of every row; number of heads and their dimension.
 const WIDTH: usize = 64;
 const HEADS: usize = 4;
 const DIM: usize = WIDTH / HEADS;
@@ -73,11 +75,11 @@ fn main() {
     println!("test no_operation_allocates ... ok");
 }
 
-/// Over a cache of that type. The prompt takes all of its past, the drawn token a part. So many threads that the prompt's two
-/// splits are work items of their own.
+/// Runs steps with a KV cache of the given format. The prompt uses dense attention, the generated token top-k
+/// sparse attention. Five threads, so that the two splits of the prompt are separate work items.
 fn no_operation_allocates(ty: QuantType) {
     let cpu = CpuBackend::new(CpuConfig { threads: 5, isa: Isa::Auto, inputs: Inputs::Coded })
-        .expect("the CPU is there");
+        .expect("a CPU backend");
     let (mut everything, batch) = (Everything::new(cpu, ty), batch());
     let mut out = StepOutput::with_capacity(&LIMITS);
     let buffers = HostBuf::allocated();
@@ -85,13 +87,14 @@ fn no_operation_allocates(ty: QuantType) {
         out.clear();
         let before = ALLOCATIONS.load(Ordering::SeqCst);
         everything.step(&batch, &mut out);
-        let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
-        assert_eq!((made, HostBuf::allocated()), (0, buffers), "cache {ty}, round {round}");
+        let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
+        assert_eq!((allocations, HostBuf::allocated()), (0, buffers), "cache {ty}, round {round}");
         assert_eq!((out.rows.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
     }
 }
 
-/// Two sources, a prompt that wants its hidden states, a token drawn and reported, a hole; with a move and a copy.
+/// Returns a batch with two encoder inputs, a prompt that returns hidden states, a sampled token with
+/// log-probabilities, a hole, a slot move and a page copy.
 fn batch() -> StepBatch {
     let entry = |slot, table, index, page| TableUpdate { slot, table, index, page };
     let own = (0..3).flat_map(|slot| [0, 1].map(|i| entry(slot, KvTable::Own, i, 1 + 2 * slot + i)));
@@ -126,12 +129,12 @@ fn batch() -> StepBatch {
     }
 }
 
-/// A device with what each operation needs.
+/// A CPU backend with the buffers and weights that each operation needs.
 struct Everything {
     cpu: CpuBackend,
-    /// (vocabulary or positions, width), for everything.
+    /// A matrix (vocabulary or positions, width), used for everything.
     matrix: Weight<HostBuf>,
-    /// The same in blocks: multiplied as codes, and written out.
+    /// Quantized matrices: one multiplied with int8 activations, one dequantized first.
     blocks: [Weight<HostBuf>; 2],
     vector: HostBuf,
     norm: Norm<HostBuf>,
@@ -159,10 +162,10 @@ impl Everything {
             rope: rope(&mut cpu),
             bias: DistanceBias { table, heads: HEADS, reach: LIMITS.positions },
             experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
-            cache: cpu.alloc_kv(KvLayout { ty, ..LAYOUT }).expect("there is room"),
+            cache: cpu.alloc_kv(KvLayout { ty, ..LAYOUT }).expect("memory is available"),
             scratch: cpu
                 .alloc_kv(KvLayout { pages: LIMITS.scratch_positions() / 32, ..LAYOUT })
-                .expect("there is room"),
+                .expect("memory is available"),
             logits: floats(&mut cpu, LIMITS.rows * LIMITS.positions),
             more: [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * LIMITS.positions)),
             x,
@@ -170,13 +173,13 @@ impl Everything {
             angles,
             cpu,
         };
-        everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("there is room");
-        let attended = Share::new(0.3).expect("it is a share");
-        everything.cpu.prepare(&StepLimits { attended, ..LIMITS }).expect("there is room");
+        everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("memory is available");
+        let attended = Share::new(0.3).expect("a valid fraction");
+        everything.cpu.prepare(&StepLimits { attended, ..LIMITS }).expect("memory is available");
         everything
     }
 
-    /// Every operation, over both stacks.
+    /// Runs every operation, for both stacks.
     fn step(&mut self, batch: &StepBatch, out: &mut StepOutput) {
         self.cpu.begin(batch);
         self.cpu.copy_pages(&batch.copies, &mut self.cache);
@@ -209,7 +212,7 @@ impl Everything {
         self.products(rows);
     }
 
-    /// Of every kind of operand at once, and of rows that are made on the way.
+    /// Runs GEMMs with every kind of operand at once, and with inputs that are computed by a fused operation.
     fn products(&mut self, rows: usize) {
         let Everything {
             cpu, matrix, blocks, vector, norm, x, y, logits, more: [first, second, third], ..
@@ -232,7 +235,7 @@ impl Everything {
 
     fn attention(&mut self, stack: SpanStack) {
         let Everything { cpu, bias, cache, scratch, x, y, .. } = self;
-        let whole = Mask::Whole { window: Some(5) };
+        let bidirectional = Mask::Whole { window: Some(5) };
         let causal = Mask::Causal { window: Some(20) };
         let shape = |mask, table, bias| AttentionShape {
             heads: HEADS,
@@ -245,14 +248,14 @@ impl Everything {
         match stack {
             SpanStack::Encoder => {
                 cpu.store_kv(KvTable::Scratch, y, y, scratch);
-                cpu.attention(&shape(whole, KvTable::Scratch, Some(bias)), y, scratch, x);
+                cpu.attention(&shape(bidirectional, KvTable::Scratch, Some(bias)), y, scratch, x);
                 cpu.store_kv(KvTable::Cross, y, y, cache);
             }
             SpanStack::Decoder => {
                 cpu.store_kv(KvTable::Own, y, y, cache);
                 cpu.attention(&shape(causal, KvTable::Own, Some(bias)), y, cache, x);
-                let whole = Mask::Whole { window: None };
-                cpu.attention(&shape(whole, KvTable::Cross, None), y, cache, x);
+                let bidirectional = Mask::Whole { window: None };
+                cpu.attention(&shape(bidirectional, KvTable::Cross, None), y, cache, x);
             }
         }
     }
@@ -272,20 +275,21 @@ impl Everything {
     }
 }
 
+/// Creates a GEMM with a bias.
 fn product<'a>(w: &'a Weight<HostBuf>, bias: &'a HostBuf, to: To<'a, HostBuf>) -> Product<'a, HostBuf> {
     Product { w, bias: Some(bias), to }
 }
 
 fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {
-    let mut buf = cpu.alloc(n * size_of::<f32>()).expect("there is room");
+    let mut buf = cpu.alloc(n * size_of::<f32>()).expect("memory is available");
     cpu.upload(&mut buf, 0, &noise(1, n).iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
     buf
 }
 
-fn matrix(cpu: &mut CpuBackend, ty: QuantType, out: usize, tag: u32) -> Weight<HostBuf> {
-    let mut codes = vec![0; ty.bytes(out * WIDTH).expect("whole blocks")];
-    ty.quantize(&noise(tag, out * WIDTH), &mut codes);
-    cpu.upload_weight(ty, out, WIDTH, &codes).expect("there is room")
+fn matrix(cpu: &mut CpuBackend, ty: QuantType, n: usize, tag: u32) -> Weight<HostBuf> {
+    let mut quantized = vec![0; ty.bytes(n * WIDTH).expect("whole blocks")];
+    ty.quantize(&noise(tag, n * WIDTH), &mut quantized);
+    cpu.upload_weight(ty, n, WIDTH, &quantized).expect("memory is available")
 }
 
 fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
@@ -293,7 +297,7 @@ fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
     Norm { kind: NormKind::Layer, weight, bias, width: WIDTH, eps: 1e-5 }
 }
 
-/// Sequences here have more than the context of the stretch.
+/// Sequences exceed the context length of the dynamic scaling.
 fn rope(cpu: &mut CpuBackend) -> Rope<HostBuf> {
     let tables = vec![(usize::MAX, floats(cpu, LIMITS.positions * DIM))];
     let stretch = Some(RopeStretch { theta: 10_000.0, factor: 2.0, context: 30 });

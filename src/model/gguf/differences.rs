@@ -1,18 +1,18 @@
-//! One specification's values in place of another's, as TOML.
+//! Overrides the values of one specification with those of another, as TOML.
 //!
-//! Invariant: what is not said stays as it is.
+//! Invariant: values that are not overridden stay as they are.
 
 use toml::{Table, Value};
 
-/// What to do with a value that there is no place for.
+/// Selects what to do with a value whose key the target table lacks.
 #[derive(Clone, Copy)]
 pub(super) enum Missing {
     PassOver,
     Add,
 }
 
-/// Puts the values of `over` in place of those of `table`. Lists of tables grow instead, whether there are any
-/// or not.
+/// Overrides values of `table` with those of `over`. Lists of tables are extended instead, and added if they
+/// are missing.
 pub(super) fn replace(table: &mut Table, over: &Table, missing: Missing) {
     for (key, value) in over {
         match (table.get_mut(key), value, missing) {
@@ -32,7 +32,7 @@ pub(super) fn replace(table: &mut Table, over: &Table, missing: Missing) {
     }
 }
 
-/// Whether a table says where one value is found.
+/// Returns whether a table is a lookup of one value (see [`super::super::spec::setting`]).
 fn is_setting(table: &Table) -> bool {
     ["key", "formula"].iter().any(|key| table.contains_key(*key))
 }
@@ -58,7 +58,7 @@ mod tests {
         assert_eq!(spec, table("a = 1\nn = []\n[b]\nc = 4\nd = 3\ne = 5\n[y]\nf = 6"));
     }
 
-    /// A default of the one place is none of the other.
+    /// The default of the replaced lookup does not apply to the new one.
     #[test]
     fn where_a_value_is_found_is_replaced_as_a_whole() {
         let mut spec = table("[b]\nc = { key = 'x', default = 2, cases = { y = 1 } }");

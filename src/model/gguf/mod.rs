@@ -1,8 +1,8 @@
-//! What a GGUF file says of its model, in the words of config.json and of the specifications, by the table
+//! Translates the metadata of a GGUF file to the keys of config.json and to a specification, by the table
 //! `specs/gguf.toml`.
 //!
-//! Invariant: a key of the table that would change what is computed is served or refused, never passed over,
-//! whoever wrote the specification; no architecture is named here.
+//! Invariant: a key of the table that would change what is computed is either supported or an error, never
+//! ignored, whoever wrote the specification. No architecture is named in this module.
 
 mod differences;
 mod settings;
@@ -15,16 +15,16 @@ use serde::Deserialize;
 use settings::{Settings, VOCAB};
 use std::collections::BTreeMap;
 
-/// The table's name.
+/// File name of the table, for error messages.
 const FILE: &str = "specs/gguf.toml";
 
-/// The key that says what a file's model is.
+/// Metadata key of a file's architecture.
 const ARCHITECTURE: &str = "general.architecture";
 
-/// What stands for the architecture in names of keys.
+/// Placeholder for the architecture in key names.
 const ARCH: &str = "{arch}";
 
-/// The table, as written; its head explains it.
+/// The table as written in `specs/gguf.toml`, whose head comment describes it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GgufTable {
@@ -34,10 +34,10 @@ pub struct GgufTable {
     architecture: BTreeMap<String, Architecture>,
 }
 
-/// Settings, and where their values are.
+/// Names of settings, each with the sources of its value, in order of preference.
 type Sources = BTreeMap<String, Vec<Source>>;
 
-/// Keys, and the values that change nothing.
+/// Metadata keys, each with the values that do not change what is computed.
 type Neutral = BTreeMap<String, Vec<serde_json::Value>>;
 
 #[derive(Debug, Deserialize)]
@@ -52,7 +52,7 @@ struct Architecture {
     neutral: Neutral,
 }
 
-/// Where a setting's value is.
+/// A source of a setting's value.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Source {
@@ -64,7 +64,7 @@ enum Source {
     Numbers(String),
 }
 
-/// Tokens, by the keys that hold their ids, and by their names in the vocabulary.
+/// Tokens, listed by the metadata keys that hold their ids and by their text in the vocabulary.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Ids {
@@ -74,14 +74,14 @@ struct Ids {
 }
 
 impl GgufTable {
-    /// The table that ships with the program.
+    /// Returns the table that ships with the program.
     pub fn shipped() -> GgufTable {
         let text = include_str!("../../../specs/gguf.toml");
         toml::from_str(text).unwrap_or_else(|error| panic!("{FILE}: {error}; this is a bug"))
     }
 
-    /// The file's settings under the names that config.json has for them. A tensor that holds settings is read
-    /// and left out of the checkpoint. `spec` may serve what no architecture of the table does.
+    /// Returns the file's settings under the names that config.json uses. A tensor that holds settings is
+    /// read and removed from the checkpoint. `spec` may support values that the table does not.
     pub fn config(&self, gguf: &Gguf, checkpoint: &mut Checkpoint, spec: &SpecFile) -> Result<HubConfig> {
         let name = architecture(gguf)?;
         let own = self.architecture.get(name);
@@ -90,7 +90,7 @@ impl GgufTable {
         let own = own.map(|own| &own.config).into_iter().flatten();
         let mut sources: BTreeMap<&str, _> =
             self.config.iter().chain(own).map(|(key, sources)| (key.as_str(), sources)).collect();
-        // Ids are held against it.
+        // Token ids are checked against the vocabulary size.
         if let Some((key, sources)) = sources.remove_entry(VOCAB) {
             settings.find(key, sources)?;
         }
@@ -100,13 +100,13 @@ impl GgufTable {
         settings.finish()
     }
 
-    /// The shipped specification for the file's architecture, with the differences of the format.
+    /// Returns the shipped specification for the file's architecture, with the overrides for GGUF.
     pub fn specification(&self, gguf: &Gguf) -> Result<SpecFile> {
         let architecture = architecture(gguf)?;
         let own = self.architecture.get(architecture).with_context(|| {
             let known = self.architecture.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             let reason = format!(
-                "no shipped specification is for '{architecture}' (known: {known}); give one with --spec FILE"
+                "there is no shipped specification for '{architecture}' (known: {known}); use --spec FILE"
             );
             gguf.wrong(ARCHITECTURE, reason)
         })?;
@@ -134,29 +134,29 @@ impl GgufTable {
             let key = key.replace(ARCH, name);
             let neutral = spec.neutral().get(&key).unwrap_or(neutral);
             if let Some(Value::Array(array)) = gguf.value(&key) {
-                return Err(gguf.wrong(&key, format_args!("a list of {} values is not served", array.len)));
+                return Err(gguf.wrong(&key, format_args!("a list of {} values is not supported", array.len)));
             }
             let Some(value) = settings::plain(gguf, &key)? else { continue };
             if !neutral.iter().any(|neutral| settings::is_same(neutral, &value)) {
-                return Err(gguf.wrong(&key, format_args!("{value} is not served")));
+                return Err(gguf.wrong(&key, format_args!("{value} is not supported")));
             }
         }
         Ok(())
     }
 }
 
-/// What the file says its model is; short, for names are made of it.
+/// Returns the file's architecture. Long names are refused, because key names are built from it.
 fn architecture(gguf: &Gguf) -> Result<&str> {
     const MOST: usize = 64;
     let name = gguf.str(ARCHITECTURE)?;
     if name.len() > MOST {
-        return Err(gguf.wrong(ARCHITECTURE, format_args!("{} bytes are too many for a name", name.len())));
+        return Err(gguf.wrong(ARCHITECTURE, format_args!("a name of {} bytes is too long", name.len())));
     }
     Ok(name)
 }
 
 impl Architecture {
-    /// Whether a setting of its own comes from that key.
+    /// Returns whether one of the architecture's own settings is read from that key.
     fn takes(&self, key: &str) -> bool {
         self.config.values().flatten().any(|source| matches!(source, Source::Key(taken) if taken == key))
     }
@@ -166,14 +166,14 @@ impl Architecture {
 mod tests {
     use super::*;
 
-    /// The table at a path of keys; an empty one if there is none.
+    /// Returns the table at a path of keys; an empty one if there is none.
     fn table(spec: &toml::Table, path: &[&str]) -> toml::Table {
         let inner = path.iter().try_fold(spec, |table, key| table.get(*key)?.as_table());
         inner.cloned().unwrap_or_default()
     }
 
-    /// A row of the table that the specification cannot take, or a tensor left with a hub's name, is found here
-    /// and not when a file is opened.
+    /// Finds rows of the table that the specification cannot take, and tensors that still have a hub model's
+    /// name, before a file is opened.
     #[test]
     fn every_architecture_fits_its_specification() {
         let gguf = GgufTable::shipped();
@@ -186,13 +186,14 @@ mod tests {
             for path in [&["tensors"][..], &["encoder", "tensors"], &["decoder", "tensors"]] {
                 let ours = table(&spec, path);
                 for (part, hubs) in table(&plain, path) {
-                    assert_ne!(ours[&part], hubs, "{name}: '{part}' has the name of {file}");
+                    assert_ne!(ours[&part], hubs, "{name}: '{part}' still has the name from {file}");
                 }
             }
         }
     }
 
-    /// What a setting comes from is served; else a key would be refused by which some models differ.
+    /// Keys that settings are read from are supported; otherwise keys in which models differ would be
+    /// refused.
     #[test]
     fn keys_that_settings_are_taken_from_are_known() {
         let own = "model_type = 'x'\n[config]\na = [{ count = '{arch}.b' }, { key = '{arch}.c' }]";
@@ -201,7 +202,10 @@ mod tests {
         assert!(!own.takes("{arch}.b") && !own.takes("a"));
         for (name, own) in &GgufTable::shipped().architecture {
             for key in own.neutral.keys() {
-                assert!(key.starts_with(ARCH) && !own.takes(key), "{name}: '{key}' is served and refused");
+                assert!(
+                    key.starts_with(ARCH) && !own.takes(key),
+                    "{name}: '{key}' is both supported and refused"
+                );
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Settings looked up in a GGUF file one by one, and made one configuration.
+//! Reads settings from a GGUF file one by one and combines them into one configuration.
 //!
-//! Invariant: of every setting it is known what the file calls it, whether the file has it or not.
+//! Invariant: for every setting the name in the file is known, whether the file has it or not.
 
 use super::{ARCH, Ids, Source};
 use crate::formats::gguf::Value as Stored;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// Settings of rotary positions, and those among them that are of their scaling.
+/// The table of rotary position settings, and its keys that concern scaling.
 const ROPE: &str = "rope_scaling";
 const ROPE_TYPE: &str = "rope_type";
 const ROPE_FACTOR: &str = "factor";
@@ -17,10 +17,10 @@ const ROPE_CONTEXT: &str = "original_max_position_embeddings";
 const ROPE_LONG: &str = "long_factor";
 const ROPE_ATTENTION: &str = "attention_factor";
 
-/// The longest text that is a setting.
+/// Maximum length of a string setting in bytes.
 const TEXT_BYTES_MAX: usize = 1 << 10;
 
-/// The vocabulary, and the setting that says how large it is.
+/// Metadata key of the vocabulary, and the setting for its size.
 const TOKENS: &str = "tokenizer.ggml.tokens";
 pub(super) const VOCAB: &str = "vocab_size";
 
@@ -31,7 +31,7 @@ pub(super) struct Settings<'a> {
     checkpoint: &'a mut Checkpoint,
     architecture: &'a str,
     entries: Map<String, Value>,
-    /// What the file calls each.
+    /// Name of each setting in the file.
     names: BTreeMap<String, String>,
 }
 
@@ -41,7 +41,7 @@ impl<'a> Settings<'a> {
         Settings { gguf, checkpoint, architecture, entries, names }
     }
 
-    /// Looks a setting up in its sources, the first before the others.
+    /// Reads a setting from the first of its sources that the file has.
     pub(super) fn find(&mut self, key: &str, sources: &[Source]) -> Result<()> {
         for source in sources {
             let (name, value) = self.look(source)?;
@@ -55,13 +55,13 @@ impl<'a> Settings<'a> {
         Ok(())
     }
 
-    /// All that was found, as a configuration.
+    /// Returns all settings as a configuration.
     pub(super) fn finish(mut self) -> Result<HubConfig> {
         self.settle_scaling()?;
         Ok(HubConfig::from_entries(self.gguf.path(), self.entries).with_names(self.names))
     }
 
-    /// What the file calls a source, and its value if the file has it.
+    /// Returns the source's name in the file, and its value if the file has it.
     fn look(&mut self, source: &Source) -> Result<(String, Option<Value>)> {
         Ok(match source {
             Source::Key(name) => {
@@ -85,7 +85,7 @@ impl<'a> Settings<'a> {
         pattern.replace(ARCH, self.architecture)
     }
 
-    /// `found` if there is one of the tensors, with that one's name, else the opposite.
+    /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite.
     fn has(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
         match tensors.iter().find(|tensor| self.checkpoint.tensor(tensor).is_some()) {
             Some(one) => (one.clone(), Some(found.into())),
@@ -93,13 +93,13 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Those that keys have, then those of tokens that are called so, each once.
+    /// Returns the ids under the keys, then those of the named tokens, each once.
     fn ids(&self, Ids { keys, named }: &Ids) -> Result<(String, Option<Value>)> {
-        let (mut ids, mut said_by) = (Vec::new(), Vec::new());
+        let (mut ids, mut found_in) = (Vec::new(), Vec::new());
         for key in keys.iter().map(|key| self.named(key)) {
             let Some(id) = self.gguf.opt_id(&key)? else { continue };
             self.check_id(&key, id)?;
-            said_by.push(key);
+            found_in.push(key);
             if !ids.contains(&id) {
                 ids.push(id);
             }
@@ -107,14 +107,14 @@ impl<'a> Settings<'a> {
         let others: Vec<u32> =
             self.tokens_called(named)?.into_iter().filter(|id| !ids.contains(id)).collect();
         if !others.is_empty() {
-            said_by.push(TOKENS.to_owned());
+            found_in.push(TOKENS.to_owned());
             ids.extend(others);
         }
-        let name = if said_by.is_empty() { self.named(&keys.join(", ")) } else { said_by.join(", ") };
+        let name = if found_in.is_empty() { self.named(&keys.join(", ")) } else { found_in.join(", ") };
         Ok((name, (!ids.is_empty()).then(|| ids.into())))
     }
 
-    /// Holds an id against the size of the vocabulary, which has been looked up if there is one.
+    /// Checks an id against the size of the vocabulary, if that is known.
     fn check_id(&self, key: &str, id: u32) -> Result<()> {
         match self.vocab() {
             Some(vocab) if u64::from(id) >= vocab => {
@@ -128,7 +128,7 @@ impl<'a> Settings<'a> {
         self.entries.get(VOCAB).and_then(Value::as_u64)
     }
 
-    /// Tokens that the model can give and the vocabulary calls so.
+    /// Returns the ids of the tokens with these texts, without ids beyond the model's vocabulary.
     fn tokens_called(&self, names: &[String]) -> Result<Vec<u32>> {
         if names.is_empty() {
             return Ok(Vec::new());
@@ -139,7 +139,7 @@ impl<'a> Settings<'a> {
         Ok(called.map(|(id, _)| id).filter(|id| u64::from(*id) < vocab).collect())
     }
 
-    /// The numbers of a vector, which is no weight any more.
+    /// Returns the numbers of a vector and removes it from the weights.
     fn numbers(&mut self, name: &str) -> Result<Option<Value>> {
         const MOST: usize = 1 << 16;
         let Some(tensor) = self.checkpoint.tensor(name) else { return Ok(None) };
@@ -147,19 +147,19 @@ impl<'a> Settings<'a> {
         let (ty, count) = (tensor.quant_type()?, tensor.shape.iter().product());
         ensure!(
             tensor.shape.len() == 1 && count <= MOST,
-            "{}: {:?} is no short vector",
+            "{}: the shape {:?} is not that of a short vector",
             file(),
             tensor.shape
         );
         let mut numbers = vec![0.0; count];
         ty.dequantize(&tensor.bytes(), &mut numbers);
         let numbers = numbers.into_iter().map(number).collect::<Option<Vec<_>>>();
-        let numbers = numbers.with_context(|| format!("{}: it has numbers that are not finite", file()))?;
+        let numbers = numbers.with_context(|| format!("{}: some of its numbers are not finite", file()))?;
         self.checkpoint.forget(name);
         Ok(Some(numbers.into()))
     }
 
-    /// Sets a key, nested ones with a dot.
+    /// Sets a key; a dot separates a section from its key.
     fn put(&mut self, key: &str, value: Value) {
         match key.split_once('.') {
             None => _ = self.entries.insert(key.to_owned(), value),
@@ -169,19 +169,19 @@ impl<'a> Settings<'a> {
 
     fn section(&mut self, name: &str) -> &mut Map<String, Value> {
         let section = self.entries.entry(name).or_insert_with(|| Value::Object(Map::new()));
-        section.as_object_mut().expect("the table has no value of the same name; anything else is a bug")
+        section.as_object_mut().expect("the table has no value of the same name; this is a bug")
     }
 
-    /// A type for scaling that has none; no scaling leaves nothing.
+    /// Adds a type to RoPE scaling that lacks one, and removes scaling that has no effect.
     fn settle_scaling(&mut self) -> Result<()> {
         let Some(Value::Object(rope)) = self.entries.get_mut(ROPE) else { return Ok(()) };
-        let said = rope.get(ROPE_TYPE).and_then(Value::as_str);
-        let given_away = match said {
+        let stored_type = rope.get(ROPE_TYPE).and_then(Value::as_str);
+        let implied_types = match stored_type {
             None => [(ROPE_LONG, "longrope"), (ROPE_FACTOR, "linear")].as_slice(),
             Some("none") => &[(ROPE_LONG, "longrope")],
             Some(_) => &[],
         };
-        if let Some((key, kind)) = given_away.iter().find(|(key, _)| rope.contains_key(*key)) {
+        if let Some((key, kind)) = implied_types.iter().find(|(key, _)| rope.contains_key(*key)) {
             rope.insert(ROPE_TYPE.to_owned(), (*kind).into());
             let name = self.names.get(&format!("{ROPE}.{key}")).cloned().unwrap_or_default();
             self.names.insert(format!("{ROPE}.{ROPE_TYPE}"), name);
@@ -190,7 +190,7 @@ impl<'a> Settings<'a> {
         let kind = rope.get(ROPE_TYPE).and_then(Value::as_str).unwrap_or("none");
         if let Some(factor) = number(ROPE_ATTENTION).filter(|_| kind != "longrope") {
             let name = self.names.get(&format!("{ROPE}.{ROPE_ATTENTION}")).map_or("", String::as_str);
-            return Err(self.gguf.wrong(name, format_args!("{factor} is not served without longrope")));
+            return Err(self.gguf.wrong(name, format_args!("{factor} is only supported with longrope")));
         }
         if kind == "none" || kind == "linear" && number(ROPE_FACTOR).is_none() {
             [ROPE_TYPE, ROPE_FACTOR, ROPE_CONTEXT].iter().for_each(|key| _ = rope.remove(*key));
@@ -202,7 +202,7 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// A single value of the metadata.
+/// Returns a scalar of the metadata as JSON; arrays and long strings are errors.
 pub(super) fn plain(gguf: &Gguf, key: &str) -> Result<Option<Value>> {
     Ok(Some(match gguf.value(key) {
         None => return Ok(None),
@@ -210,20 +210,22 @@ pub(super) fn plain(gguf: &Gguf, key: &str) -> Result<Option<Value>> {
         Some(Stored::Signed(whole)) => (*whole).into(),
         Some(Stored::Bool(flag)) => (*flag).into(),
         Some(Stored::String(bytes)) if bytes.len() > TEXT_BYTES_MAX => {
-            return Err(gguf.wrong(key, format_args!("a text of {} bytes is no setting", bytes.len())));
+            return Err(
+                gguf.wrong(key, format_args!("a string of {} bytes is too long for a setting", bytes.len()))
+            );
         }
         Some(Stored::String(_)) => gguf.str(key)?.into(),
         Some(Stored::F32(single)) => number(*single).ok_or_else(|| gguf.wrong(key, NOT_FINITE))?,
         Some(Stored::F64(double)) if double.is_finite() => (*double).into(),
         Some(Stored::F64(_)) => return Err(gguf.wrong(key, NOT_FINITE)),
         Some(Stored::Array(array)) => {
-            let reason = format!("it has {} values, and one for all layers is needed", array.len);
+            let reason = format!("it has {} values, but one value for all layers is required", array.len);
             return Err(gguf.wrong(key, reason));
         }
     }))
 }
 
-/// Whether two values are the same, numbers by what they are worth.
+/// Returns whether two values are equal; numbers are compared by value.
 pub(super) fn is_same(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
@@ -231,7 +233,7 @@ pub(super) fn is_same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// The length of an array of the metadata.
+/// Returns the length of a metadata array.
 fn count(gguf: &Gguf, key: &str) -> Option<Value> {
     match gguf.value(key) {
         Some(Stored::Array(array)) => Some(array.len.into()),
@@ -239,7 +241,7 @@ fn count(gguf: &Gguf, key: &str) -> Option<Value> {
     }
 }
 
-/// A number with the few digits that name it in single precision, not the many of its double.
+/// Converts a number to the shortest decimal that reads back as the same F32; `None` if it is not finite.
 fn number(single: f32) -> Option<Value> {
     let double = single.to_string().parse::<f64>().ok().filter(|number| number.is_finite());
     double.map(Value::from)

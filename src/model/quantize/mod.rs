@@ -1,8 +1,10 @@
-//! A model written with its matrices in the number formats that its rules say, so that loading it codes nothing any more.
+//! Writes a model with its matrices converted to the number formats of its rules, so that loading it converts
+//! nothing.
 //!
-//! Invariant: what is written loads to the very bits that the model itself loads to by these rules; that it loads to the same
-//! tensors, formats, shapes and settings is seen before it appears under its name. Of the numbers no more than one tensor's are in memory, and of those that rows lie
-//! together of, a few megabytes.
+//! Invariant: the written model loads bit for bit as the original does under these rules. Before the output
+//! appears under its final name, it is checked that it loads to the same tensors, formats, shapes and
+//! settings. At most one tensor's values are in memory, and only a few megabytes of a tensor whose rows are
+//! contiguous.
 
 mod plan;
 
@@ -22,51 +24,52 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use write::Writer;
 
-/// Bytes of tensors in one file of safetensors.
+/// Maximum size of the tensors in one safetensors file, in bytes.
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
 
-/// What the GGUF file beside a folder's safetensors is called.
+/// Name of the GGUF file beside a folder's safetensors.
 const GGUF_FILE: &str = "model.gguf";
 
-/// The vocabulary that a GGUF file needs to be loaded alone.
+/// Metadata key of the vocabulary, without which a GGUF file cannot be loaded alone.
 const TOKENS: &str = "tokenizer.ggml.tokens";
 
-/// How a model is written.
+/// The file format of a written model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// One file.
+    /// One GGUF file.
     Gguf,
-    /// A folder. Of a GGUF file's model it has the keys in a GGUF file.
+    /// A folder with safetensors. For a GGUF model it contains a GGUF file with the metadata.
     Safetensors,
 }
 
-/// Where to, and how.
+/// Destination and options of a written model.
 #[derive(Clone, Debug)]
 pub struct Target {
     pub path: PathBuf,
     pub format: Format,
     pub existing: Existing,
-    /// A specification that goes before the model's own; a folder that is written of a hub's gets it as its own.
+    /// A specification that overrides the model's own; the written folder of a hub model gets it as its own.
     pub spec: Option<PathBuf>,
-    /// That code numbers.
+    /// Number of threads that convert values.
     pub threads: usize,
 }
 
-/// Refuses what cannot be written there, before time is spent on it.
+/// Checks that the model can be written to the target, before time is spent on it.
 pub fn check(source: &ModelSource, target: &Target) -> Result<()> {
     let gguf = keys_of(source, target)?;
     let plan = Plan::of(source, None)?;
     if let (Format::Gguf, Some(gguf)) = (target.format, gguf) {
         check_gguf(&plan, gguf)?;
     }
-    // Dropped, it leaves nothing.
+    // Dropping the place removes it again.
     place(target).map(drop)
 }
 
-/// Writes the model in the formats that its rules say. What is stopped by the model's progress is an error, and leaves nothing.
+/// Writes the model in the formats of its rules. Returns the totals of each format. If it is stopped through
+/// the model's progress, it fails and leaves no files.
 pub fn quantize(source: &ModelSource, target: &Target) -> Result<Vec<Part>> {
     let gguf = keys_of(source, target)?;
-    // Tensors that hold settings are no weights any more, but belong to the file.
+    // Tensors that hold settings are not weights any more, but must be written.
     let all = gguf.map(|gguf| Checkpoint::open_gguf(gguf.path())).transpose()?;
     let plan = Plan::of(source, all.as_ref().map(|(checkpoint, _)| checkpoint))?;
     source.progress.expect(plan.bytes());
@@ -80,21 +83,20 @@ pub fn quantize(source: &ModelSource, target: &Target) -> Result<Vec<Part>> {
     Ok(plan.parts())
 }
 
-/// The GGUF file that the model is, if it is one. Refuses what has no form like that.
+/// Returns the model's GGUF file, if it is one. Fails if the model cannot be written in the target's format.
 fn keys_of<'a>(source: &'a ModelSource, target: &Target) -> Result<Option<&'a Gguf>> {
     check_apart(source, &target.path)?;
     match (&source.kind, target.format) {
         (SourceKind::Gguf(gguf), _) => Ok(Some(gguf.as_ref())),
         (SourceKind::HubFolder(_), Format::Safetensors) => Ok(None),
         (SourceKind::HubFolder(folder), Format::Gguf) => bail!(
-            "{}: only a GGUF file's model can be written as GGUF, for its keys and its vocabulary are in GGUF's words: \
-             name a folder to write safetensors to",
+            "{}: only a GGUF model can be written as GGUF, because the file needs GGUF metadata and a GGUF vocabulary: \
+             specify a folder to write safetensors",
             folder.path().display()
         ),
-        (SourceKind::Llama2c | SourceKind::Synthetic, _) => bail!(
-            "{}: only the model of a hub's folder or of a GGUF file can be written",
-            source.path.display()
-        ),
+        (SourceKind::Llama2c | SourceKind::Synthetic, _) => {
+            bail!("{}: only a model folder or a GGUF file can be converted", source.path.display())
+        }
     }
 }
 
@@ -105,7 +107,7 @@ fn place(target: &Target) -> Result<Place> {
     }
 }
 
-/// A model is neither replaced by itself nor removed with the folder that it lies in.
+/// Checks that the target neither is nor contains a file of the model.
 fn check_apart(source: &ModelSource, target: &Path) -> Result<()> {
     let Ok(target) = target.canonicalize() else { return Ok(()) };
     let files = source.checkpoint.tensors().map(|tensor| tensor.file);
@@ -114,28 +116,29 @@ fn check_apart(source: &ModelSource, target: &Path) -> Result<()> {
     let is_within = |file: &Path| file.canonicalize().is_ok_and(|file| file.starts_with(&target));
     ensure!(
         !files.into_iter().any(is_within),
-        "{} is, or has in it, the model that is read, or a part of it: choose another place",
+        "{} is or contains the model that is read, or a part of it: choose another path",
         target.display()
     );
     Ok(())
 }
 
-/// Refuses a folder that is no written model: one without weights, or with anything else in it.
+/// Checks that an existing folder is a written model: that it has weights, and only files that this module
+/// writes.
 fn check_folder(folder: &Path) -> Result<()> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     let has_weights = entries.flatten().any(|entry| entry.file_name().to_str().is_some_and(is_weights));
-    ensure!(has_weights, "{} is no written model: choose another place", folder.display());
+    ensure!(has_weights, "{} is not a written model: choose another path", folder.display());
     save::check_names(folder, is_ours)
 }
 
-/// Refuses a file that is no GGUF.
+/// Checks that an existing file is a GGUF file.
 fn check_file(file: &Path) -> Result<()> {
     let is_gguf = std::fs::File::open(file).and_then(|mut opened| {
         let mut magic = [0; 4];
         opened.read_exact(&mut magic)?;
         Ok(&magic == b"GGUF")
     });
-    ensure!(is_gguf.unwrap_or(false), "{} is no GGUF file: choose another place", file.display());
+    ensure!(is_gguf.unwrap_or(false), "{} is not a GGUF file: choose another path", file.display());
     Ok(())
 }
 
@@ -147,12 +150,12 @@ fn write_gguf(plan: &Plan, gguf: &Gguf, target: &Target) -> Result<Place> {
     Ok(place)
 }
 
-/// Refuses what a GGUF file cannot have, or would have to have.
+/// Checks that a GGUF file can hold the tensors, and that there is a vocabulary for it.
 fn check_gguf(plan: &Plan, gguf: &Gguf) -> Result<()> {
     save::check_gguf(&plan.saved()).with_context(|| gguf.path().display().to_string())?;
     ensure!(
         gguf.value(TOKENS).is_some(),
-        "{}: it has no vocabulary, so that a GGUF file cannot have it either: name a folder to write to",
+        "{}: it has no vocabulary, so it cannot be written as a GGUF file: specify a folder",
         gguf.path().display()
     );
     Ok(())
@@ -175,7 +178,7 @@ fn write_folder(plan: &Plan, gguf: Option<&Gguf>, target: &Target) -> Result<Pla
     Ok(place)
 }
 
-/// The file of a GGUF model's keys.
+/// Returns the GGUF file that holds a GGUF model's metadata.
 fn keys(plan: &Plan, gguf: Option<&Gguf>, saved: &[SavedTensor]) -> Result<Option<SavedFile>> {
     let settings = (plan.weights()..saved.len()).collect();
     gguf.map(|gguf| save::gguf_settings(GGUF_FILE, gguf, settings, saved)).transpose()
@@ -185,7 +188,7 @@ fn writer<'a>(plan: &'a Plan<'a>, target: &Target) -> Writer<'a> {
     Writer { plan, threads: target.threads }
 }
 
-/// Whether a file of that name may be one that was written here.
+/// Returns whether a file with that name may have been written by this module.
 fn is_ours(name: &str) -> bool {
     is_weights(name)
         || name.ends_with(".safetensors.index.json")
@@ -197,7 +200,7 @@ fn is_weights(name: &str) -> bool {
     name.starts_with("model") && (name.ends_with(".safetensors") || name == GGUF_FILE)
 }
 
-/// Holds what was written against what it was made of: names, formats, shapes and settings.
+/// Compares the written model with the original: names, formats, shapes and settings.
 fn check_written(source: &ModelSource, target: &Target, begun: &Path) -> Result<()> {
     let has_own_spec = matches!(source.kind, SourceKind::HubFolder(_));
     let spec = target.spec.as_deref().filter(|_| !has_own_spec);
@@ -206,20 +209,20 @@ fn check_written(source: &ModelSource, target: &Target, begun: &Path) -> Result<
         let (expected, found) = (load::records(source, &source.spec), load::records(&written, &written.spec));
         let other = expected.iter().zip(&found).find(|(expected, found)| expected != found);
         if let Some((expected, found)) = other {
-            bail!("it would load {expected:?} as {found:?}");
+            bail!("it would load {found:?} instead of {expected:?}");
         }
         ensure!(expected.len() == found.len(), "it has {} tensors, not {}", found.len(), expected.len());
-        // What lies beside a GGUF file does not come with it into another.
+        // Files beside a GGUF file are not copied into another one.
         let is_alone = target.format == Format::Gguf;
         ensure!(is_alone || have_same_settings(&written, source), "its settings are not those of the model");
         Ok(())
     };
     open().with_context(|| {
-        format!("what was written to {} is not the model; this is a bug", target.path.display())
+        format!("the model written to {} differs from the original; this is a bug", target.path.display())
     })
 }
 
-/// Whether their folders say the same beside the specification, wherever it is said.
+/// Returns whether the settings outside of the specification are equal, wherever they are stored.
 fn have_same_settings(a: &ModelSource, b: &ModelSource) -> bool {
     let pooling = match (&a.sentence, &b.sentence) {
         (Some(a), Some(b)) if a.normalize == b.normalize => match (&a.pooling, &b.pooling) {

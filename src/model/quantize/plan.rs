@@ -1,7 +1,7 @@
-//! What each tensor of a model becomes.
+//! The output tensor for each tensor of a model.
 //!
-//! Invariant: a stored tensor is written in one number format, that in which all of its parts are loaded; where they are
-//! loaded in several, none is the right one, and it is refused.
+//! Invariant: a stored tensor is written in one number format, that in which all of its parts are loaded. If
+//! its parts are loaded in several formats, it is refused.
 
 use crate::formats::save::SavedTensor;
 use crate::formats::{Checkpoint, TensorView};
@@ -13,36 +13,36 @@ use anyhow::{Context, Result, bail};
 use mainstem_kernels::QuantType;
 use std::collections::HashMap;
 
-/// A model's tensors as they are to be written: weights first, then those that hold settings.
+/// The tensors of a model as they will be written: weights first, then those that hold settings.
 pub struct Plan<'a> {
     source: &'a ModelSource,
     tensors: Vec<Planned<'a>>,
-    /// How many of them are weights.
+    /// Number of weights among `tensors`.
     weights: usize,
 }
 
-/// One tensor.
+/// A tensor to be written.
 pub(super) struct Planned<'a> {
     pub(super) saved: SavedTensor,
     pub(super) stored: TensorView<'a>,
     pub(super) ty: QuantType,
-    /// A weight's first part.
+    /// The first slice of a weight; `None` for a tensor that holds settings.
     pub(super) piece: Option<&'a Piece>,
 }
 
-/// Tensors of one number format.
+/// Totals of the tensors of one number format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     pub ty: QuantType,
     pub tensors: usize,
     pub numbers: usize,
-    /// Bytes as they were stored, and as they are written.
+    /// Size in bytes before and after the conversion.
     pub before: usize,
     pub after: usize,
 }
 
 impl<'a> Plan<'a> {
-    /// The plan for a model by its rules. Of tensors in `all` those that the model's own checkpoint lacks hold settings.
+    /// Plans a model by its rules. Tensors in `all` that the model's own checkpoint lacks hold settings.
     pub fn of(source: &'a ModelSource, all: Option<&'a Checkpoint>) -> Result<Plan<'a>> {
         let mut parts: HashMap<&str, Vec<&Piece>> = HashMap::new();
         for piece in tensors::pieces(&source.spec) {
@@ -67,22 +67,22 @@ impl<'a> Plan<'a> {
         &self.tensors[at]
     }
 
-    /// What is to be written.
+    /// Returns the tensors to be written.
     pub(super) fn saved(&self) -> Vec<SavedTensor> {
         self.tensors.iter().map(|tensor| tensor.saved.clone()).collect()
     }
 
-    /// How many of them are weights.
+    /// Returns the number of weights; these come first.
     pub(super) fn weights(&self) -> usize {
         self.weights
     }
 
-    /// Bytes of all tensors as they are read.
+    /// Returns the total size of the tensors to be read, in bytes.
     pub fn bytes(&self) -> usize {
         self.tensors.iter().map(|tensor| tensor.stored.bytes_len()).sum()
     }
 
-    /// By number format, in the order of the formats' table.
+    /// Returns the totals by number format, in the order of the formats' table.
     pub fn parts(&self) -> Vec<Part> {
         let of_type = |ty: QuantType| {
             let own = || self.tensors.iter().filter(move |tensor| tensor.saved.ty == ty);
@@ -98,15 +98,15 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// A tensor of these parts, of which `piece` is the first.
+/// Plans the tensor of a weight; `piece` is the first of its `parts`.
 fn weight<'a>(source: &'a ModelSource, piece: &'a Piece, parts: &[&Piece]) -> Result<Planned<'a>> {
     let stored = source.checkpoint.tensor(&piece.name).context("it was there at opening; this is a bug")?;
     let types: Vec<QuantType> = parts.iter().map(|part| source.written_as(part)).collect();
     if let Some(other) = types.iter().find(|ty| **ty != types[0]) {
         let (name, one) = (&piece.name, types[0]);
         bail!(
-            "{}: tensor '{name}': some of it would be {one} and some {other}, and one tensor is stored in one format: \
-             give it a rule of its own, such as '{}={one}'",
+            "{}: tensor '{name}': parts of it would be {one} and others {other}, but a tensor is stored in one format: \
+             add a rule for it, such as '{}={one}'",
             stored.file.display(),
             piece.pattern.replace("{i}", "*").replace("{e}", "*")
         );
@@ -123,7 +123,7 @@ fn weight<'a>(source: &'a ModelSource, piece: &'a Piece, parts: &[&Piece]) -> Re
     Ok(Planned { saved, ty: stored.quant_type()?, stored, piece: Some(piece) })
 }
 
-/// A tensor that is written as it is.
+/// Plans a tensor that is written unchanged.
 fn setting(stored: TensorView) -> Result<Planned> {
     let (ty, turned) = (stored.quant_type()?, stored.is_turned());
     let saved = SavedTensor { name: stored.name.to_owned(), ty, shape: stored.shape.to_vec(), turned };
@@ -131,17 +131,17 @@ fn setting(stored: TensorView) -> Result<Planned> {
 }
 
 impl Planned<'_> {
-    /// All of it, or each plane. What holds settings has none.
+    /// Returns the tensor's matrices: the whole tensor, or each plane. A tensor that holds settings has none.
     pub(super) fn matrices(&self) -> Vec<Piece> {
         self.piece.map_or_else(Vec::new, |piece| pieces::matrices(piece, self.stored.shape))
     }
 
-    /// Whether they are (in, out) and have to be turned.
+    /// Returns whether the matrices are stored as (in, out) and must be transposed.
     pub(super) fn turns(&self) -> bool {
         self.piece.is_some() && self.saved.turned && !self.stored.is_turned()
     }
 
-    /// Numbers of a row as they are written.
+    /// Returns the number of values in a written row.
     pub(super) fn width(&self) -> usize {
         match (self.stored.shape, self.saved.turned) {
             ([.., width, _], true) => *width,

@@ -1,4 +1,4 @@
-//! The files of a model's folder that are not its weights: settings, vocabulary, templates, licences.
+//! The files of a model folder that are not weights: settings, vocabulary, templates, licences.
 //!
 //! Invariant: they are copied byte for byte.
 
@@ -9,11 +9,11 @@ use anyhow::{Context, Result};
 use std::borrow::Cow;
 use std::path::Path;
 
-/// How names of such files end.
+/// Suffixes of the names of such files.
 const ENDINGS: [&str; 6] = [".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"];
 const NAMES: [&str; 4] = ["LICENSE", "LICENCE", "NOTICE", OWN_SPEC];
 
-/// Beside a GGUF file, those that count for it.
+/// The files beside a GGUF file that apply to it.
 const BESIDE_GGUF: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
@@ -23,18 +23,18 @@ const BESIDE_GGUF: [&str; 6] = [
     "tokenizer.bin",
 ];
 
-/// Whether a file of that name is one of these.
+/// Returns whether a file with that name is copied along with the weights.
 pub(super) fn is_setting(name: &str) -> bool {
     let is_index = name.ends_with(".index.json");
     let ends = ENDINGS.iter().any(|ending| name.ends_with(ending));
     !is_index && (ends || NAMES.contains(&name) || BESIDE_GGUF.contains(&name))
 }
 
-/// Names, with the folders within, and contents.
+/// Relative paths and contents of the files.
 pub(super) struct Settings(Vec<(String, Cow<'static, [u8]>)>);
 
 impl Settings {
-    /// Those of a hub's folder. A specification that goes before its own takes that one's place.
+    /// Reads the files of a hub model's folder. `spec` replaces the folder's own specification.
     pub(super) fn of_folder(folder: &Folder, spec: Option<&Path>) -> Result<Settings> {
         let mut names: Vec<String> = folder.names()?.into_iter().filter(|name| is_setting(name)).collect();
         names.extend(SentenceFiles::pooling_files(folder));
@@ -49,12 +49,12 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Those that count for a GGUF file in that folder.
+    /// Reads the files that apply to a GGUF file in that folder.
     pub(super) fn beside_gguf(folder: &Folder) -> Result<Settings> {
         Settings::read(folder, BESIDE_GGUF.map(str::to_owned).to_vec())
     }
 
-    /// Those of these that are there.
+    /// Reads those of the files that exist.
     fn read(folder: &Folder, names: Vec<String>) -> Result<Settings> {
         let mut found = Vec::new();
         for name in names.into_iter().filter(|name| folder.has(name)) {

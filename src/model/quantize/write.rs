@@ -1,6 +1,6 @@
-//! Tensors coded and written one after another.
+//! Converts and writes tensors one after another.
 //!
-//! Invariant: every file that is written has been synced when it is done; an error names it by its final name.
+//! Invariant: every written file has been synced when its function returns; errors give its final name.
 
 use super::plan::{Plan, Planned};
 use crate::formats::save::SavedFile;
@@ -13,7 +13,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-/// Numbers that are coded before they are written.
+/// Number of values that are converted at once before they are written.
 const NUMBERS_AT_ONCE: usize = 1 << 22;
 
 pub(super) struct Writer<'a> {
@@ -22,7 +22,7 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Writes a file to `path`, which is called `named` when all is done.
+    /// Writes a file to `path`. Errors call it `named`, its final name.
     pub(super) fn write(&self, file: &SavedFile, path: &Path, named: &Path) -> Result<()> {
         let context = || format!("cannot write {}", named.display());
         let mut out = File::create_new(path).with_context(context)?;
@@ -45,11 +45,12 @@ impl Writer<'_> {
         let stored = if turns { Cow::default() } else { tensor.stored.bytes() };
         let len = stored.len() / matrices.len().max(1);
         for (plane, piece) in matrices.iter().enumerate() {
-            // Numbers that are stored each by itself have no codes to choose, and their rows may be columns here.
-            let by = if tensor.saved.ty.is_blocked() { codes.of(piece) } else { Codes::Equations };
+            // Formats without blocks have nothing to choose when rounding, and their rows may be columns
+            // here.
+            let rounding = if tensor.saved.ty.is_blocked() { codes.of(piece) } else { Codes::Equations };
             match turns {
-                true => self.write_rows(tensor, by, &pieces::take(checkpoint, piece)?.bytes, out)?,
-                false => self.write_rows(tensor, by, &stored[plane * len..][..len], out)?,
+                true => self.write_rows(tensor, rounding, &pieces::take(checkpoint, piece)?.bytes, out)?,
+                false => self.write_rows(tensor, rounding, &stored[plane * len..][..len], out)?,
             }
         }
         if matrices.is_empty() {
@@ -59,8 +60,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Rows in the tensor's stored format, written in its new one.
-    fn write_rows(&self, tensor: &Planned, by: Codes, bytes: &[u8], out: &mut File) -> Result<()> {
+    /// Writes rows, given in the tensor's stored format, in its new format.
+    fn write_rows(&self, tensor: &Planned, rounding: Codes, bytes: &[u8], out: &mut File) -> Result<()> {
         let (width, progress) = (tensor.width(), &self.plan.source().progress);
         let row = tensor.ty.bytes(width).context("rows are whole blocks; this is a bug")?;
         let rows = (NUMBERS_AT_ONCE / width.max(1)).max(1);
@@ -69,7 +70,7 @@ impl Writer<'_> {
                 true => out.write_all(bytes)?,
                 false => {
                     let rows = Rows { ty: tensor.ty, width, bytes };
-                    out.write_all(&coding::coded(rows, tensor.saved.ty, by, self.threads)?)?;
+                    out.write_all(&coding::coded(rows, tensor.saved.ty, rounding, self.threads)?)?;
                 }
             }
             progress.advance(bytes.len())?;
@@ -78,7 +79,7 @@ impl Writer<'_> {
     }
 }
 
-/// Writes a file whose content is at hand.
+/// Writes a new file with this content and syncs it.
 pub(super) fn whole(path: &Path, content: &[u8]) -> Result<()> {
     let write = || {
         let mut out = File::create_new(path)?;

@@ -1,6 +1,7 @@
-//! How many members can share a stage, and why not more.
+//! Limits on the number of ranks of a stage, with their reasons.
 //!
-//! Invariant: whatever [`super::cut`] cuts has a bound here; within all of them each member has something of it.
+//! Invariant: everything that [`super::shard_spec`] splits has a limit here; within all limits each rank gets
+//! a part of everything.
 
 use super::heads::Deal;
 use super::{ExpertSplit, Refusal, Shard, Types, layers};
@@ -9,18 +10,19 @@ use crate::model::spec::{
 };
 use std::ops::Range;
 
-/// The most members that can share something, and what that is.
+/// The maximum number of ranks that can share a part of the model, and the reason.
 struct Bound {
     members: usize,
     reason: String,
 }
 
-/// The most members that can share the shard's layers, which must be there, whatever number of members it names.
+/// Returns the maximum number of ranks that can share the shard's layers, whatever number the shard has. The
+/// layers must exist.
 pub fn members_max(spec: &ModelSpec, shard: &Shard, types: Types) -> usize {
     tightest(spec, shard, types).members
 }
 
-/// Refuses layers that are not there, shares of nothing, and more members than can share it.
+/// Checks that the shard's layers exist, that no share is 0, and that the ranks are not too many.
 pub(super) fn check(spec: &ModelSpec, shard: &Shard, types: Types) -> Result<(), Refusal> {
     check_layers(spec, shard)?;
     if let Some(rank) = shard.shares.iter().position(|share| *share == 0) {
@@ -38,7 +40,7 @@ fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), Refusal> {
     let (encoder, decoder) = (layers(spec.encoder.as_ref()), layers(spec.decoder.as_ref()));
     for (name, own, all) in [("encoder", &shard.encoder, encoder), ("decoder", &shard.decoder, decoder)] {
         if own.start > own.end || own.end > all {
-            let reason = format!("layers {own:?} of the {name} are asked for, which has {all}");
+            let reason = format!("layers {own:?} of the {name} are out of range, because it has {all}");
             return Err(Refusal::Layers(reason));
         }
     }
@@ -53,7 +55,7 @@ fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The bound of the least members, the first of several.
+/// Returns the smallest limit, the first if several are equal.
 fn tightest(spec: &ModelSpec, shard: &Shard, types: Types) -> Bound {
     let mut all = Vec::new();
     let stacks = [
@@ -67,7 +69,7 @@ fn tightest(spec: &ModelSpec, shard: &Shard, types: Types) -> Bound {
     }
     let vocab = Bound { members: spec.vocab, reason: format!("the vocabulary has {} tokens", spec.vocab) };
     all.push(vocab);
-    all.into_iter().min_by_key(|bound| bound.members).expect("there is the vocabulary's")
+    all.into_iter().min_by_key(|bound| bound.members).expect("the vocabulary has a limit")
 }
 
 fn of_stack(
@@ -91,7 +93,8 @@ fn of_stack(
     }
 }
 
-/// Layers that share a cache or biases by distance must have the same heads on each member.
+/// Returns a limit of one rank if layers that share a cache or a relative position bias differ in their
+/// heads.
 fn of_heads_in_common(name: &str, layers: &[LayerSpec]) -> Option<Bound> {
     let shared = layers.iter().filter(|layer| name == "encoder" || layer.attention.by_distance);
     let mut heads = shared.map(|layer| (layer.attention.heads, layer.attention.kv_heads));
@@ -104,9 +107,7 @@ fn of_attention(what: &str, attention: &AttentionSpec, block: usize) -> Bound {
     let AttentionSpec { heads, kv_heads, v_dim, .. } = *attention;
     let blocks = match block {
         1 => String::new(),
-        numbers => format!(
-            ", the {v_dim} values of which are columns of output projections stored in blocks of {numbers}"
-        ),
+        numbers => format!(" of width {v_dim}, and the output projections are stored in blocks of {numbers}"),
     };
     let shared = if kv_heads < heads { format!(" on {kv_heads} KV heads") } else { String::new() };
     let reason = format!("{what} has {heads} heads{shared}{blocks}");
@@ -135,21 +136,23 @@ fn of_moe(moe: &MoeSpec, split: ExpertSplit, types: Types) -> Bound {
     let shared = moe
         .shared
         .as_ref()
-        .map(|shared| of_width("an expert for all tokens", shared.width, block(&shared.down, types)));
-    shared.into_iter().fold(own, |least, bound| if bound.members < least.members { bound } else { least })
+        .map(|shared| of_width("a shared expert", shared.width, block(&shared.down, types)));
+    shared
+        .into_iter()
+        .fold(own, |smallest, bound| if bound.members < smallest.members { bound } else { smallest })
 }
 
-/// Numbers that the columns of a projection can be cut between: a row's numbers in a block.
+/// Returns the block size at whose multiples the columns of a projection can be split.
 pub(super) fn block(linear: &LinearSpec, types: Types) -> usize {
     types(&linear.weight).row().block_elements
 }
 
-/// That of all experts of a mixture, which are cut alike.
+/// Returns the block size of all experts of a mixture, which are split in the same way.
 pub(super) fn expert_block(moe: &MoeSpec, types: Types) -> usize {
     moe.experts.iter().map(|expert| block(&expert.down, types)).max().unwrap_or(1)
 }
 
-/// That of the output projections of layers, whose heads are dealt out alike.
+/// Returns the block size of the output projections of layers, whose heads are split in the same way.
 pub(super) fn head_block(layers: &[LayerSpec], types: Types) -> usize {
     let attentions = layers
         .iter()

@@ -1,10 +1,12 @@
-//! A member's part of a specification.
+//! Derives the specification of one rank's part of a model.
 //!
-//! The residual stream is whole on every member. What reads it is cut by rows (queries, keys, values, the inner layer of an
-//! MLP), and what gives to it by columns, so that the members' results add up; a bias of these is the first member's.
-//! Norms, routers and whatever is small or stands in between are on all.
+//! The residual stream is whole on every rank. Matrices that read it are split by rows (queries, keys,
+//! values, the inner layer of an MLP), and matrices that write to it by columns, so that the ranks' results
+//! are summed; a bias of the latter is on the first rank only. Norms, routers and other small or intermediate
+//! parts are replicated on all ranks.
 //!
-//! Invariant: of what is not on all, each row or column is on one member, but KV heads, which are on all who need them.
+//! Invariant: each row or column that is not replicated is on exactly one rank, except KV heads, which are on
+//! all ranks that need them.
 
 use super::bounds::{self, block, expert_block, head_block};
 use super::heads::{self, Deal, Heads};
@@ -16,7 +18,7 @@ use crate::model::spec::{
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// The specification of the shard's part of a model. Refuses a split that cannot be done.
+/// Returns the specification of the shard's part of a model. Fails if the split is impossible.
 pub fn cut(whole: &ModelSpec, shard: &Shard, types: Types) -> Result<ModelSpec, Refusal> {
     bounds::check(whole, shard, types)?;
     let cutter = Cutter { shard, types, vocab: shard.ranges(whole.vocab, 1) };
@@ -35,20 +37,20 @@ pub fn cut(whole: &ModelSpec, shard: &Shard, types: Types) -> Result<ModelSpec, 
     })
 }
 
-/// What one member's part is cut by.
+/// Builds the specification of one rank.
 struct Cutter<'a> {
     shard: &'a Shard,
     types: Types<'a>,
-    /// Rows of the vocabulary, by rank.
+    /// Ranges of vocabulary rows, by rank.
     vocab: Vec<Range<usize>>,
 }
 
-/// The layers of a stack that the stage has.
+/// The layers of a stack that are in the stage.
 struct Held<'a> {
     layers: &'a [LayerSpec],
-    /// Numbers that their output projections can be cut between.
+    /// Block size at whose multiples their output projections can be split.
     head_block: usize,
-    /// The kinds of rotary positions that they have: the stage has tables of no others.
+    /// Indices of the rotary position embeddings of these layers: the stage has no tables of others.
     ropes: BTreeSet<usize>,
 }
 
@@ -97,7 +99,8 @@ impl Cutter<'_> {
         rows_of(piece, all, self.vocab[self.shard.rank].clone())
     }
 
-    /// Layers with biases by distance have the same heads, so those of the first are all's.
+    /// Returns the relative position bias of this rank. All layers that use it have the same heads, so the
+    /// first one determines them.
     fn distance(&self, spec: &DistanceSpec, held: &Held) -> Option<DistanceSpec> {
         let first = held.layers.iter().find(|layer| layer.attention.by_distance)?;
         let by_rank = Deal::of(&first.attention, held.head_block).by_rank(&self.shard.shares);
@@ -144,7 +147,7 @@ impl Cutter<'_> {
         self.dense_at(spec, self.shard.share(spec.width, block(&spec.down, self.types)))
     }
 
-    /// Those columns of the inner layer.
+    /// Returns the part of a dense network with the columns `own` of its inner layer.
     fn dense_at(&self, spec: &DenseSpec, own: Range<usize>) -> DenseSpec {
         DenseSpec {
             width: own.len(),
@@ -175,7 +178,8 @@ impl Cutter<'_> {
         }
     }
 
-    /// Of what gives to the residual stream. Members' results are added, so the bias is the first one's.
+    /// Splits a linear layer that writes to the residual stream. The ranks' results are summed, so the bias
+    /// is on the first rank only.
     fn columns(&self, linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
         LinearSpec {
             out: linear.out,
@@ -189,7 +193,7 @@ impl Cutter<'_> {
     }
 }
 
-/// Of what reads the residual stream.
+/// Splits a linear layer that reads the residual stream.
 fn rows(linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
     LinearSpec {
         out: own.len(),
@@ -203,7 +207,7 @@ fn rows_of(piece: &Piece, all: usize, own: Range<usize>) -> Piece {
     Piece { cut: Cut { rows: part_of(all, own), ..piece.cut.clone() }, ..piece.clone() }
 }
 
-/// The range, unless it is all there is.
+/// Returns the range, or `None` if it is everything.
 fn part_of(all: usize, own: Range<usize>) -> Option<Range<usize>> {
     (own != (0..all)).then_some(own)
 }

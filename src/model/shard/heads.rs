@@ -1,25 +1,27 @@
-//! Heads of attention over the members of a stage.
+//! Splits attention heads over the ranks of a stage.
 //!
-//! Members have KV heads, with all their query heads, by their shares. Where members are more than KV heads, each KV head is
-//! with several, who have its query heads by their shares; who has a large share is with few others, or alone.
-//! Invariant: a member's query heads share its KV heads evenly, as attention needs them.
+//! Ranks get KV heads with all their query heads, by their shares. If there are more ranks than KV heads,
+//! several ranks have a copy of each KV head and share its query heads; a rank with a large share shares its
+//! KV head with few others, or with none.
+//!
+//! Invariant: the query heads of a rank are evenly distributed over its KV heads, as attention requires.
 
 use super::{divided, lcm};
 use crate::model::spec::{AttentionSpec, Spread};
 use std::ops::Range;
 
-/// What decides how heads can be dealt out.
+/// The sizes that determine how heads can be split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deal {
     pub heads: usize,
     pub kv_heads: usize,
-    /// Values of a head.
+    /// Width of a value head.
     pub v_dim: usize,
-    /// Numbers that the output projection has in a block: its columns are a head's values after another's.
+    /// Block size of the output projection, whose columns are the values of one head after another.
     pub block: usize,
 }
 
-/// One member's heads.
+/// The heads of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Heads {
     pub query: Range<usize>,
@@ -32,17 +34,19 @@ impl Deal {
         Deal { heads, kv_heads, v_dim, block }
     }
 
-    /// Query heads that share a KV head.
+    /// Returns the number of query heads that share a KV head.
     fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// KV heads that stay together, with all their query heads.
+    /// Returns the number of consecutive KV heads, with their query heads, that must stay together so that
+    /// blocks are not split.
     fn kv_granule(&self) -> usize {
         granule(self.group() * self.v_dim, self.block)
     }
 
-    /// As many as can have some: of a KV head's query heads, where KV heads end with blocks.
+    /// Returns the maximum number of ranks. KV heads are only shared by ranks if each KV head ends at a block
+    /// boundary.
     pub fn members_max(&self) -> usize {
         match self.kv_granule() {
             1 => self.kv_heads * self.sharers_max(),
@@ -50,17 +54,17 @@ impl Deal {
         }
     }
 
-    /// As many as can share one KV head's query heads.
+    /// Returns the maximum number of ranks that can share the query heads of one KV head.
     fn sharers_max(&self) -> usize {
         self.group() / granule(self.v_dim, self.block)
     }
 
-    /// By rank, of no more members than can have some: KV heads with their query heads. Where there are more members than
-    /// KV heads, each of those has some of the members, which share its query heads.
+    /// Splits the heads by shares, for at most [`HeadSplit::max_ranks`] ranks. If there are more ranks than
+    /// KV heads, each KV head is assigned to several ranks, which share its query heads.
     pub fn by_rank(&self, shares: &[u32]) -> Vec<Heads> {
-        let (members, group) = (shares.len(), self.group());
+        let (rank_count, group) = (shares.len(), self.group());
         let kv_granule = self.kv_granule();
-        if members * kv_granule <= self.kv_heads {
+        if rank_count * kv_granule <= self.kv_heads {
             let of = |kv: Range<usize>| Heads { query: kv.start * group..kv.end * group, kv };
             return divided(self.kv_heads, kv_granule, shares).into_iter().map(of).collect();
         }
@@ -74,26 +78,27 @@ impl Deal {
         self.sharers(shares).into_iter().enumerate().flat_map(of_kv_head).collect()
     }
 
-    /// The ranks that have each KV head, in runs: each run ends where the shares up to there are nearest to what the KV heads
-    /// up to there are of all, and leaves enough for those behind.
+    /// Returns the range of ranks of each KV head. Each range ends where the cumulative shares are nearest to
+    /// the cumulative fraction of KV heads, and leaves enough ranks for those that follow.
     fn sharers(&self, shares: &[u32]) -> Vec<Range<usize>> {
-        let (members, most) = (shares.len(), self.sharers_max());
+        let (rank_count, most) = (shares.len(), self.sharers_max());
         let up_to = |end: usize| shares[..end].iter().map(|share| u128::from(*share)).sum::<u128>();
         let mut end = 0;
         let runs = (1..=self.kv_heads).map(|given| {
             let (first, behind) = (end, self.kv_heads - given);
-            let fewest = (first + 1).max(members.saturating_sub(behind * most));
-            let ends = fewest..=(first + most).min(members - behind);
-            let meant = up_to(members) * given as u128;
+            let fewest = (first + 1).max(rank_count.saturating_sub(behind * most));
+            let ends = fewest..=(first + most).min(rank_count - behind);
+            let meant = up_to(rank_count) * given as u128;
             let distance = |end: &usize| (up_to(*end) * self.kv_heads as u128).abs_diff(meant);
-            end = ends.min_by_key(distance).expect("members are no more than can have some; this is a bug");
+            end = ends.min_by_key(distance).expect("there are at most max_ranks ranks; this is a bug");
             first..end
         });
         runs.collect()
     }
 }
 
-/// How the stage's queries and keys, of heads that wide, lie side by side. Of those that several have, the first gives it.
+/// Returns how the queries and keys of a stage, with heads of this width, lie side by side. A KV head that
+/// several ranks have is contributed by the first of them.
 pub(super) fn spread(by_rank: &[Heads], rank: usize, width: usize) -> (Spread, Spread) {
     let wide = |heads: &Range<usize>| heads.start * width..heads.end * width;
     let queries = by_rank.iter().map(|heads| heads.query.len() * width).collect();
@@ -103,7 +108,7 @@ pub(super) fn spread(by_rank: &[Heads], rank: usize, width: usize) -> (Spread, S
     (Spread { widths: queries, own: wide(&own.query) }, Spread { widths: keys.collect(), own: wide(&own.kv) })
 }
 
-/// So many things of that width end where a block does.
+/// Returns how many items of that width end at a block boundary.
 fn granule(width: usize, block: usize) -> usize {
     lcm(width, block) / width
 }

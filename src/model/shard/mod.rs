@@ -1,11 +1,11 @@
-//! The part of a model that one device holds.
+//! Shards: the part of a model that one device holds.
 //!
-//! Sharding is a transformation of the specification: [`cut`] makes of a model's the one of a member's part, with fewer
-//! layers and heads, narrower networks, fewer experts, fewer rows of the vocabulary. Whatever loads, counts or computes
-//! follows that one.
+//! Sharding is a transformation of the specification: [`shard_spec`] derives the specification of a rank's
+//! part, with fewer layers and heads, narrower MLPs, fewer experts, and fewer rows of the vocabulary.
+//! Loading, accounting and computation follow that specification.
 //!
-//! Invariant: heads, MLP columns, experts and vocabulary rows of a member derive from its shard here and nowhere else; members
-//! of a stage, each by itself, come to the same division.
+//! Invariant: the heads, MLP columns, experts and vocabulary rows of a rank are derived here from its shard
+//! and nowhere else. All ranks of a stage compute the same division independently.
 
 mod bounds;
 
@@ -24,63 +24,63 @@ use super::spec::{ModelSpec, Piece, StackSpec};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
 
-/// Some layers, and one member's share of them.
+/// A range of layers, and one rank's share of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// The encoder's layers that the stage holds.
+    /// Encoder layers of the stage.
     pub encoder: Range<usize>,
-    /// The decoder's.
+    /// Decoder layers of the stage.
     pub decoder: Range<usize>,
-    /// This device's place within the stage.
+    /// Rank of this device within the stage.
     pub rank: usize,
-    /// How much each member of the stage takes, in proportion; by rank.
+    /// Proportional shares of all ranks of the stage.
     pub shares: Vec<u32>,
     pub experts: ExpertSplit,
 }
 
-/// How the members of a stage share a mixture of experts.
+/// The split of a mixture of experts over the ranks of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertSplit {
-    /// Each has a part of every expert, so that all have work whatever a token chooses; experts are dealt out where
-    /// they are too narrow to be cut.
+    /// Each rank has some columns of every expert, so that all ranks have work whatever experts a token
+    /// chooses. Experts that are too narrow are distributed as a whole.
     #[default]
     Column,
-    /// Each has some of the experts.
+    /// Each rank has some of the experts.
     Expert,
 }
 
-/// How the numbers of a tensor are stored: blocks are not cut.
+/// Returns the number format of a slice, whose blocks must not be split.
 pub type Types<'a> = &'a dyn Fn(&Piece) -> QuantType;
 
-/// Why a model cannot be shared like that.
+/// Reasons why a model cannot be split as requested.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// More members than something of the stage can be shared by.
-    #[error("{members} members are too many for a stage: {reason}, so at most {most} can share it")]
+    /// More ranks than a part of the stage can be split into.
+    #[error("a stage cannot have {members} ranks: {reason}, so at most {most} can share it")]
     Members { members: usize, most: usize, reason: String },
-    /// Layers that the model does not have, or not in that order.
+    /// Layers that the model does not have, or that are out of order.
     #[error("{0}")]
     Layers(String),
-    /// A member that takes nothing.
-    #[error("the share of member {0} of a stage is 0")]
+    /// A rank with a share of 0.
+    #[error("the share of rank {0} of a stage is 0")]
     Share(usize),
 }
 
-/// What a member does beside its layers.
+/// The tasks of a rank in addition to running its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seams {
-    /// What the whole model gives is given here: by the first member of the last stage.
+    /// Whether this rank returns the output of the model: the first rank of the last stage does.
     pub answers: bool,
-    /// The encoder's last layer is here, and so is what comes behind it.
+    /// Whether the stage has the encoder's last layer, and so its final norm and head.
     pub ends_encoder: bool,
-    /// The decoder's last layer is.
+    /// Whether the stage has the decoder's last layer.
     pub ends_decoder: bool,
-    /// A stage ahead reads what this one has of the encoder's rows.
+    /// Whether a later stage reads the encoder rows of this one.
     pub hands_on_source: bool,
 }
 
 impl Shard {
-    /// The whole model on one device.
+    /// Returns the shard that is the whole model on one device.
     pub fn whole(spec: &ModelSpec) -> Shard {
         Shard {
             encoder: 0..layers(spec.encoder.as_ref()),
@@ -91,25 +91,26 @@ impl Shard {
         }
     }
 
-    /// Devices in the stage.
+    /// Returns the number of ranks of the stage.
     pub fn members(&self) -> usize {
         self.shares.len()
     }
 
-    /// This member's share of `units` things; see [`Shard::ranges`].
+    /// Returns this rank's range of `units` items; see [`Shard::ranges`].
     pub fn share(&self, units: usize, granule: usize) -> Range<usize> {
         self.ranges(units, granule).swap_remove(self.rank)
     }
 
-    /// All members' shares of `units` things that can only be handed out in multiples of `granule`: consecutive ranges by
-    /// rank, as the shares say and rounded by the largest remainders. Each has something, if there is enough.
+    /// Splits `units` items, which can only be split at multiples of `granule`, into consecutive ranges by
+    /// rank. Ranges are proportional to the shares, rounded by the largest remainder method. Each rank gets
+    /// something if there is enough.
     pub fn ranges(&self, units: usize, granule: usize) -> Vec<Range<usize>> {
         divided(units, granule, &self.shares)
     }
 }
 
 impl Seams {
-    /// Those of a member's part of `whole`.
+    /// Returns the role of a shard of the model `whole`.
     pub fn of(whole: &ModelSpec, shard: &Shard) -> Seams {
         let ends =
             |own: &Range<usize>, stack: Option<&StackSpec>| !own.is_empty() && own.end == layers(stack);
@@ -129,7 +130,7 @@ fn layers(stack: Option<&StackSpec>) -> usize {
     stack.map_or(0, |stack| stack.layers.len())
 }
 
-/// `units` things by shares: consecutive ranges that begin at multiples of `granule`.
+/// Splits `units` items by shares into consecutive ranges that begin at multiples of `granule`.
 fn divided(units: usize, granule: usize, shares: &[u32]) -> Vec<Range<usize>> {
     let counts = apportioned(units.div_ceil(granule), shares);
     let mut end = 0;
@@ -141,27 +142,28 @@ fn divided(units: usize, granule: usize, shares: &[u32]) -> Vec<Range<usize>> {
     ranges.collect()
 }
 
-/// So many things by shares, the largest remainders rounded up, and then one at least for each, from those that have most.
+/// Apportions `things` items by shares with the largest remainder method. Then each share without an item
+/// gets one from the largest counts, if there are enough items.
 fn apportioned(things: usize, shares: &[u32]) -> Vec<usize> {
     let total = shares.iter().map(|share| u128::from(*share)).sum::<u128>().max(1);
     let exact = |share: u32| things as u128 * u128::from(share);
     let mut counts: Vec<usize> = shares.iter().map(|share| (exact(*share) / total) as usize).collect();
     let mut by_remainder: Vec<usize> = (0..shares.len()).collect();
-    // The sort is stable: of equal remainders the lower rank's is first.
+    // The sort is stable: of equal remainders, that of the lower rank comes first.
     by_remainder.sort_by_key(|rank| std::cmp::Reverse(exact(shares[*rank]) % total));
     let left = things - counts.iter().sum::<usize>();
     by_remainder.into_iter().take(left).for_each(|rank| counts[rank] += 1);
     while things >= shares.len()
         && let Some(poor) = counts.iter().position(|count| *count == 0)
     {
-        let rich = (0..counts.len()).max_by_key(|rank| counts[*rank]).expect("a stage has members");
+        let rich = (0..counts.len()).max_by_key(|rank| counts[*rank]).expect("a stage has ranks");
         counts[rich] -= 1;
         counts[poor] += 1;
     }
     counts
 }
 
-/// The least common multiple.
+/// Returns the least common multiple.
 fn lcm(a: usize, b: usize) -> usize {
     let gcd = |mut a: usize, mut b: usize| {
         while b > 0 {

@@ -1,4 +1,4 @@
-//! Divisions by hand, and of every fixture that what its members have together is what there is.
+//! Tests of divisions computed by hand, and for every fixture that the ranks together have the whole model.
 
 use super::heads::{Deal, Heads, spread};
 use super::*;
@@ -17,10 +17,10 @@ fn open(name: &str) -> ModelSource {
     ModelSource::open(&ModelRef::Path(fixtures().join(name)), None).unwrap()
 }
 
-/// Their specification goes by a vocabulary that no small model has: they do not open.
+/// Fixtures that do not open: their specification requires the vocabulary of a larger model.
 const LARGER: [&str; 2] = ["families/baichuan2", "families/baichuan2_13b"];
 
-/// Every model of the fixtures by its name.
+/// Returns all fixture models with their names.
 fn all() -> Vec<(String, ModelSource)> {
     let names = |folder: &str| {
         let entries = std::fs::read_dir(fixtures().join(folder)).unwrap().flatten();
@@ -35,18 +35,18 @@ fn all() -> Vec<(String, ModelSource)> {
     all.into_iter().map(|name| (name.clone(), open(&name))).collect()
 }
 
-/// The first model like that.
+/// Returns the first fixture that meets the condition.
 fn find(is_meant: impl Fn(&ModelSpec) -> bool) -> ModelSource {
     let mut all = all().into_iter().map(|(_, source)| source);
     all.find(|source| is_meant(&source.spec)).expect("there is a fixture like that")
 }
 
-/// A model with two layers in either stack.
+/// Returns a model with two layers in each stack.
 fn with_both() -> ModelSource {
     find(|spec| (Shard::whole(spec).encoder, Shard::whole(spec).decoder) == (0..2, 0..2))
 }
 
-/// Everything, by members with those shares.
+/// Returns the shards of one stage with the whole model, by ranks with these shares.
 fn stage(spec: &ModelSpec, shares: &[u32], experts: ExpertSplit) -> Vec<Shard> {
     let of = |rank| Shard { rank, shares: shares.to_vec(), experts, ..Shard::whole(spec) };
     (0..shares.len()).map(of).collect()
@@ -62,7 +62,7 @@ fn shares_are_rounded_by_the_largest_remainder_and_nobody_gets_nothing() {
     assert_eq!(lens(10, 1, &[2, 1]), [7, 3]);
     assert_eq!(lens(10, 1, &[1, 2]), [3, 7]);
     assert_eq!(lens(96, 32, &[1, 1]), [64, 32]);
-    // The last granule is not whole.
+    // The last granule is incomplete.
     assert_eq!(lens(80, 32, &[1, 1]), [64, 16]);
     assert_eq!(lens(4, 1, &[100, 1, 1, 1]), [1, 1, 1, 1]);
     assert_eq!(lens(9, 1, &[1, 1000, 1]), [1, 7, 1]);
@@ -86,7 +86,7 @@ fn shares_are_within_one_of_what_they_say_and_leave_nothing_out() {
     }
 }
 
-/// Heads of a layer with that many query heads and KV heads of that width, over members.
+/// Splits the heads of a layer with these sizes; returns query heads and KV heads by rank.
 fn dealt(
     (heads, kv_heads, v_dim, block): (usize, usize, usize, usize),
     shares: &[u32],
@@ -104,18 +104,18 @@ fn heads_go_with_their_kv_heads_and_share_them_where_those_are_few() {
     assert_eq!(dealt((12, 3, 8, 1), &[1, 2]), [(0..4, 0..1), (4..12, 1..3)]);
     assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
     assert_eq!(dealt((4, 1, 8, 1), &[3, 1]), [(0..3, 0..1), (3..4, 0..1)]);
-    // Who has little shares a KV head with others, and who has much has one alone.
+    // Ranks with small shares share a KV head, and one with a large share has one alone.
     assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 4]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
     assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 2]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
     assert_eq!(dealt((4, 2, 8, 1), &[1, 1, 9]), [(0..1, 0..1), (1..2, 0..1), (2..4, 1..2)]);
     let each = |head: usize| (head..head + 1, head / 2..head / 2 + 1);
     assert_eq!(dealt((4, 2, 8, 1), &[1, 7, 1, 1]), [0, 1, 2, 3].map(each));
-    // Two heads of 16 make a block of 32, and so do two query heads of one KV head.
+    // Two heads of width 16 fill a block of 32, and so do two query heads of one KV head.
     assert_eq!(dealt((8, 8, 16, 32), &[1, 1, 1]), [(0..4, 0..4), (4..6, 4..6), (6..8, 6..8)]);
     assert_eq!(dealt((8, 2, 16, 32), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
 }
 
-/// Every way to give so many things to some, in order.
+/// Returns every way to split `things` items into positive counts, in order.
 fn ways(things: usize) -> Vec<Vec<u32>> {
     let mut all = vec![vec![things as u32]];
     for first in 1..things {
@@ -124,7 +124,7 @@ fn ways(things: usize) -> Vec<Vec<u32>> {
     all
 }
 
-/// Shares that whole heads can have are what they get, whoever has a KV head alone and whoever shares one.
+/// Shares that are met by whole heads are met exactly, with KV heads shared or not.
 #[test]
 fn shares_that_can_be_met_are_met() {
     let of_kv_heads = ways(3);
@@ -154,7 +154,7 @@ fn heads_have_as_many_members_as_end_with_blocks() {
     assert_eq!(most(71, 1, 64, 1), 71);
 }
 
-/// Of KV heads that several members have, the first gives the keys.
+/// The keys of a KV head on several ranks are contributed by the first.
 #[test]
 fn keys_that_several_have_are_put_together_once() {
     let heads = |query: Range<usize>, kv: Range<usize>| Heads { query, kv };
@@ -171,21 +171,21 @@ fn the_part_of_a_model_that_is_all_of_it_is_the_model() {
     }
 }
 
-/// Roles that every member has whole.
+/// Returns whether tensors with this role are replicated on every rank.
 fn is_on_all(role: &str) -> bool {
     let small = ["router", "shared_router", "positions", "token_types", "relative_bias"];
     let between = ["project_in", "project_out", "head_transform", "head_transform bias"];
     role.contains("norm") || small.contains(&role) || between.contains(&role)
 }
 
-/// A piece of the whole model: tensor, part, and what it is.
+/// Identifies a slice of the whole model: tensor, part, and role.
 type Key = (String, String, &'static str);
 
 fn key(piece: &Piece) -> Key {
     (piece.name.clone(), format!("{:?}", piece.part), piece.role)
 }
 
-/// How often each number of a piece's matrix is with some member: (rows, columns, counts).
+/// Counts on how many parts each element of a slice's matrix is: (rows, columns, counts).
 fn counted(source: &ModelSource, parts: &[ModelSpec]) -> BTreeMap<Key, (usize, usize, Vec<usize>)> {
     let mut counts = BTreeMap::new();
     for piece in pieces(&source.spec) {
@@ -208,7 +208,8 @@ fn counted(source: &ModelSource, parts: &[ModelSpec]) -> BTreeMap<Key, (usize, u
     counts
 }
 
-/// Whether a piece is of keys or values, which are with all who need them. Of fused tensors, queries come first.
+/// Returns whether a slice holds keys or values, which are on all ranks that need them. In fused tensors,
+/// queries come first.
 fn is_of_kv((_, part, role): &Key) -> bool {
     let role = role.trim_end_matches(" bias").trim_start_matches("cross_");
     role == "k" || role == "v" || role == "qkv" && !part.contains("first: 0")
@@ -228,13 +229,13 @@ fn members_have_everything_together_and_nothing_twice() {
             let shards = stage(&source.spec, shares, experts);
             let parts = shards.iter().map(|shard| source.part(shard)).collect::<Result<Vec<_>, _>>();
             let most = source.members_max(&shards[0]);
-            assert!(most >= 2, "{name}: every fixture can be shared by two");
+            assert!(most >= 2, "{name}: two ranks can share every fixture");
             let parts = match parts {
                 Ok(parts) if shares.len() <= most => parts,
                 Err(Refusal::Members { most: allowed, .. }) if shares.len() > most && allowed == most => {
                     continue;
                 }
-                other => panic!("{name} by {shares:?}, by {most} at most: {other:?}"),
+                other => panic!("{name} by {shares:?}, at most {most}: {other:?}"),
             };
             tried += 1;
             for (key, (.., counts)) in counted(&source, &parts) {
@@ -265,7 +266,7 @@ fn stages_have_everything_together_and_nothing_twice() {
             ];
             let parts = shards.each_ref().map(|shard| source.part(shard).unwrap());
             for (key, (.., counts)) in counted(&source, &parts) {
-                // A matrix that both ends use is with both of them.
+                // A matrix that both ends use is on both stages.
                 let most = if ["embedding", "relative_bias"].contains(&key.2) { 2 } else { 1 };
                 assert!(counts.iter().all(|count| (1..=most).contains(count)), "{name} at {cut}: {key:?}");
             }
@@ -273,7 +274,7 @@ fn stages_have_everything_together_and_nothing_twice() {
     }
 }
 
-/// Tables of rotary positions are where layers turn by them, and each layer finds its own.
+/// A stage has the rotary tables that its layers use, and each layer refers to its own.
 #[test]
 fn a_stage_has_the_rotary_positions_of_its_layers() {
     let source = open("families/gemma3");
@@ -312,7 +313,7 @@ fn who_answers_and_who_hands_on_follows_from_the_layers() {
     assert_eq!(seams(0..2, 0..2, 0), [true, true, true, false]);
 }
 
-/// Experts that are too narrow to be cut are dealt out, and so they are where that is asked for.
+/// Experts that are too narrow to be split are distributed as a whole, as they are if that is configured.
 #[test]
 fn experts_are_cut_or_dealt_out() {
     let of_width_24 =
@@ -367,17 +368,14 @@ fn what_cannot_be_split_is_refused_with_the_reason_and_the_most_that_can() {
     let of_nine = Shard { shares: vec![1; 9], ..whole.clone() };
     assert_eq!(
         refused(of_nine),
-        "9 members are too many for a stage: layer 0 of the decoder has 8 heads on 2 KV heads, so at most 8 can share it"
+        "a stage cannot have 9 ranks: layer 0 of the decoder has 8 heads on 2 KV heads, so at most 8 can share it"
     );
     assert!(source.part(&Shard { shares: vec![1; 8], rank: 7, ..whole.clone() }).is_ok());
-    assert_eq!(
-        refused(Shard { shares: vec![1, 0], ..whole.clone() }),
-        "the share of member 1 of a stage is 0"
-    );
+    assert_eq!(refused(Shard { shares: vec![1, 0], ..whole.clone() }), "the share of rank 1 of a stage is 0");
     assert_eq!(refused(Shard { decoder: 1..1, ..whole.clone() }), "a stage has no layers");
     assert_eq!(
         refused(Shard { decoder: 1..3, ..whole }),
-        "layers 1..3 of the decoder are asked for, which has 2"
+        "layers 1..3 of the decoder are out of range, because it has 2"
     );
     let source = with_both();
     let early = Shard { encoder: 0..1, ..Shard::whole(&source.spec) };

@@ -1,29 +1,30 @@
-//! What no specification can be.
+//! Checks of resolved specifications.
 //!
-//! Invariant: after [`check`], products of two sizes cannot overflow, and what the kernels assert of a model holds.
+//! Invariant: after [`check`], products of two sizes cannot overflow, and what the kernels assert of a model
+//! holds.
 
 use super::{AddedSpec, DistanceKind, LayerSpec, MlpSpec, ModelSpec, NormSpec, StackSpec};
 use anyhow::{Context, Result, ensure};
 
-/// No real model comes near.
-const LARGEST: usize = 1 << 24;
+/// Maximum of any size, far beyond real models.
+const SIZE_MAX: usize = 1 << 24;
 
-/// Sizes, each with its name: above 0, and not out of all measure.
+/// Checks that sizes, given with their names, are above 0 and not absurdly large.
 pub fn sizes(all: &[(&str, usize)]) -> Result<()> {
     for (name, value) in all {
         ensure!(*value > 0, "the {name} is 0");
-        ensure!(*value <= LARGEST, "the {name} is {value}, more than {LARGEST}");
+        ensure!(*value <= SIZE_MAX, "the {name} is {value}, more than {SIZE_MAX}");
     }
     Ok(())
 }
 
-/// Checks what cannot be seen where a value is found.
+/// Checks properties of a specification that involve several values.
 pub fn check(spec: &ModelSpec) -> Result<()> {
     sizes(&[("vocabulary size", spec.vocab), ("hidden size", spec.hidden)])?;
     for stack in spec.stacks() {
         check_stack(stack)?;
     }
-    // One cache serves all layers of an encoder.
+    // All layers of an encoder share one cache.
     if let Some(encoder) = &spec.encoder {
         let cached =
             |layer: &LayerSpec| (layer.attention.kv_heads, layer.attention.k_dim, layer.attention.v_dim);
@@ -61,8 +62,8 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
         };
         check().with_context(|| format!("layer {index}"))?;
     }
-    let distance = stack.distance.as_ref().map(|distance| &distance.kind);
-    match (&stack.added, distance) {
+    let relative_bias = stack.distance.as_ref().map(|bias| &bias.kind);
+    match (&stack.added, relative_bias) {
         (Some(AddedSpec::Sinusoidal { scale, .. }), _) | (_, Some(DistanceKind::Alibi { scale })) => {
             finite("position.scale", *scale)?;
         }
@@ -76,7 +77,7 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
 }
 
 fn check_norm(norm: &NormSpec) -> Result<()> {
-    ensure!(norm.eps > 0.0 && norm.eps < 1.0, "a norm epsilon of {} is none", norm.eps);
+    ensure!(norm.eps > 0.0 && norm.eps < 1.0, "the norm epsilon {} is not in the range (0, 1)", norm.eps);
     finite("norm.offset", norm.offset)
 }
 

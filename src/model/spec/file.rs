@@ -1,6 +1,6 @@
-//! A specification file: read, and refused with line and nearest known key where it is wrong.
+//! Parses specification files. Errors name the line and suggest the nearest known key.
 //!
-//! Invariant: what is not understood is refused; nothing is passed over.
+//! Invariant: unknown keys and values are errors, never ignored.
 
 use super::ModelSpec;
 use super::resolve;
@@ -10,29 +10,29 @@ use crate::specs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeMap;
 
-/// A specification file, as written.
+/// A parsed specification file whose values are not resolved yet.
 #[derive(Clone, Debug)]
 pub struct SpecFile {
-    /// Its name.
+    /// Name of the file, for error messages.
     pub(super) file: String,
     pub(super) text: SpecText,
 }
 
 impl SpecFile {
-    /// Reads a specification; errors name `file`, and line and key where the text is at fault.
+    /// Parses a specification. Errors name `file`, and the line and key at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
         let text: SpecText = toml::from_str(text).map_err(|error| fault(file, &error))?;
         text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
         Ok(SpecFile { file: file.to_owned(), text })
     }
 
-    /// The shipped specification for a config.json's `model_type`.
+    /// Returns the shipped specification for a `model_type` of config.json.
     pub fn for_model_type(model_type: &str) -> Result<SpecFile> {
         let (file, text) = SpecFile::shipped(model_type)?;
         SpecFile::parse(file, text)
     }
 
-    /// File and text of the shipped specification for a config.json's `model_type`.
+    /// Returns file name and text of the shipped specification for a `model_type` of config.json.
     pub fn shipped(model_type: &str) -> Result<(&'static str, &'static str)> {
         let mut known = Vec::new();
         for (file, text) in specs::ALL {
@@ -44,28 +44,30 @@ impl SpecFile {
         }
         known.sort();
         bail!(
-            "no shipped specification is for model_type '{model_type}' (known: {}); give one with --spec FILE",
+            "there is no shipped specification for model_type '{model_type}' (known: {}); use --spec FILE",
             known.join(", ")
         )
     }
 
-    /// Values of config.json's `model_type` this file is for.
+    /// Returns the values of config.json's `model_type` that select this file.
     pub fn model_types(&self) -> &[String] {
         &self.text.model_types
     }
 
-    /// Keys of the configuration that would change what is computed, each with the values that it may have.
+    /// Returns the keys of the configuration that would change what is computed, each with its supported
+    /// values.
     pub fn neutral(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
         &self.text.neutral
     }
 
-    /// The specification with the numbers of `config` in it, for a file with the tensors that `has` knows of.
+    /// Resolves the specification with the values of `config`, for a checkpoint whose tensor names satisfy
+    /// `has`.
     pub fn resolve(&self, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
         resolve::resolve(self, config, has)
     }
 }
 
-/// What an override says of some layers must be of layers.
+/// Checks that an override for some layers has no tables that concern the whole stack.
 fn check_override(given: &Override) -> Result<()> {
     let Some(pick) = &given.layers else { return Ok(()) };
     let Override { size, embedding, head, .. } = given;
@@ -76,15 +78,15 @@ fn check_override(given: &Override) -> Result<()> {
     ] {
         ensure!(
             is_empty,
-            "an override for some layers cannot have a table '{table}', which is of the whole stack"
+            "an override for some layers cannot have a table '{table}', which applies to the whole stack"
         );
     }
-    ensure!(pick.at.is_none() || pick.every.is_some(), "'layers.at' goes with 'layers.every'");
-    ensure!(pick.is.is_none() || pick.key.is_some(), "'layers.is' goes with 'layers.key'");
+    ensure!(pick.at.is_none() || pick.every.is_some(), "'layers.at' requires 'layers.every'");
+    ensure!(pick.is.is_none() || pick.key.is_some(), "'layers.is' requires 'layers.key'");
     Ok(())
 }
 
-/// What is wrong, with the nearest of the words that would have been right.
+/// Describes a TOML error, with the nearest valid word for an unknown one.
 fn fault(file: &str, error: &toml::de::Error) -> anyhow::Error {
     let message = error.message();
     let mut words = message.split('`').skip(1).step_by(2);
@@ -95,7 +97,7 @@ fn fault(file: &str, error: &toml::de::Error) -> anyhow::Error {
             .map(|word| format!("; did you mean `{word}`?")),
         false => None,
     };
-    anyhow!("{file} is not a model specification: {error}{}", hint.unwrap_or_default())
+    anyhow!("{file} is not a valid model specification: {error}{}", hint.unwrap_or_default())
 }
 
 fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {

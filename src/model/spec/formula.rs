@@ -1,24 +1,27 @@
-//! The arithmetic of specification files: `sqrt($hidden)`, `ffn_dim / 2`, `scale_depth / sqrt($layers)`.
+//! Evaluates the formulas of specification files: `sqrt($hidden)`, `ffn_dim / 2`, `scale_depth /
+//! sqrt($layers)`.
 //!
-//! Numbers, names, `+ - * / ^`, parentheses, `sqrt(…)` and `floor(…)`. What a name is worth is the caller's business.
-//! Invariant: reading takes a bounded depth, whatever the text.
+//! A formula consists of numbers, names, `+ - * / ^`, parentheses, `sqrt(…)` and `floor(…)`. The caller
+//! supplies the values of names.
+//!
+//! Invariant: the recursion depth is bounded, whatever the text.
 
 use anyhow::{Result, bail, ensure};
 
-/// The deepest nesting that is read.
+/// Maximum nesting depth.
 const DEPTH_MAX: usize = 16;
 
-/// What `text` is worth, names being worth what `named` says.
+/// Evaluates `text`; `named` returns the values of names.
 pub fn evaluate(text: &str, named: &mut dyn FnMut(&str) -> Result<f64>) -> Result<f64> {
     let mut reader = Reader { rest: text.trim_start(), named, depth: 0 };
     let value = reader.sum()?;
-    ensure!(reader.rest.is_empty(), "formula '{text}': '{}' is not understood", reader.rest);
-    ensure!(value.is_finite(), "formula '{text}' is worth {value}, which is no number");
+    ensure!(reader.rest.is_empty(), "formula '{text}': unexpected '{}'", reader.rest);
+    ensure!(value.is_finite(), "formula '{text}' evaluates to {value}, which is not finite");
     Ok(value)
 }
 
 struct Reader<'a> {
-    /// What has not been read; begins with no space.
+    /// The remaining text, without leading spaces.
     rest: &'a str,
     named: &'a mut dyn FnMut(&str) -> Result<f64>,
     depth: usize,
@@ -47,10 +50,10 @@ impl Reader<'_> {
         }
     }
 
-    /// Binds to the right: `2 ^ 3 ^ 2` is `2 ^ 9`, and `-2 ^ 2` is `-4`.
+    /// Parses a power, which is right-associative: `2 ^ 3 ^ 2` is `2 ^ 9`, and `-2 ^ 2` is `-4`.
     fn power(&mut self) -> Result<f64> {
         self.depth += 1;
-        ensure!(self.depth <= DEPTH_MAX, "a formula is nested more than {DEPTH_MAX} deep");
+        ensure!(self.depth <= DEPTH_MAX, "a formula is nested deeper than {DEPTH_MAX} levels");
         let value = match self.eat('-') {
             true => -self.power()?,
             false => {
@@ -72,17 +75,17 @@ impl Reader<'_> {
         self.rest = rest.trim_start();
         match word {
             "" if self.rest.is_empty() => bail!("a formula ends too early"),
-            "" => bail!("'{}' is not understood in a formula", self.rest),
+            "" => bail!("unexpected '{}' in a formula", self.rest),
             "sqrt" if self.eat('(') => Ok(self.inner()?.sqrt()),
             "floor" if self.eat('(') => Ok(self.inner()?.floor()),
             number if number.starts_with(|c: char| c.is_ascii_digit() || c == '.') => {
-                number.parse().map_err(|_| anyhow::anyhow!("'{number}' in a formula is no number"))
+                number.parse().map_err(|_| anyhow::anyhow!("'{number}' in a formula is not a number"))
             }
             name => (self.named)(name),
         }
     }
 
-    /// A sum, up to the closing parenthesis.
+    /// Parses a sum up to the closing parenthesis.
     fn inner(&mut self) -> Result<f64> {
         let value = self.sum()?;
         ensure!(self.eat(')'), "a parenthesis in a formula is not closed");

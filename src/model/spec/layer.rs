@@ -1,4 +1,4 @@
-//! One layer of a specification: attention, feed-forward network, and the norms around them.
+//! Resolves one layer of a specification: attention, feed-forward network, and the norms around them.
 //!
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
@@ -12,18 +12,18 @@ use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, N
 use anyhow::{Result, bail, ensure};
 use mainstem_kernels::{Activation, Mask, NormKind, Scoring};
 
-/// Experts that any layer has at most: before a list is made of each.
+/// Maximum number of experts in a layer, checked before a list of them is built.
 const EXPERTS_MAX: usize = 1 << 12;
 
 type Names = Option<OneOrMore<String>>;
 
-/// Fills in the layer that `fill` is at.
+/// Resolves the current layer of `fill`.
 pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerSpec> {
     let (residual, names) = (&fill.tables.residual, &fill.tables.tensors);
     let wiring = fill.look.or_neutral("residual.wiring", &residual.wiring, Wiring::Sequential)?;
     let residual_scale = fill.look.or_neutral("residual.scale", &residual.scale, 1.0)? as f32;
     let parallel = wiring != Wiring::Sequential;
-    ensure!(!(parallel && fill.has_source), "a layer with cross-attention cannot be wired in parallel");
+    ensure!(!(parallel && fill.has_source), "a layer with cross-attention cannot have parallel wiring");
     let attention_norms = match fill.look.or_neutral("attention.norm", &fill.tables.attention.norm, true)? {
         true => norms(
             fill,
@@ -40,7 +40,7 @@ pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerS
         )),
         false => None,
     };
-    // In parallel with a shared input, the norm before attention is the MLP's too.
+    // With parallel wiring and a shared input, the norm before attention is also the MLP's.
     let has_mlp_norms = fill.look.or_neutral("mlp.norm", &fill.tables.mlp.norm, true)?;
     let mlp_norms = match wiring {
         Wiring::Parallel => Norms::default(),
@@ -49,11 +49,11 @@ pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerS
     };
     ensure!(
         !parallel || attention_norms.pre.is_some() && attention_norms.post.is_none(),
-        "layers that are wired in parallel have a norm before attention, and none behind residuals"
+        "parallel wiring requires a norm before attention, and none after residuals"
     );
     ensure!(
         wiring != Wiring::ParallelTwoNorms || mlp_norms.pre.is_some(),
-        "layers that are wired in parallel with two norms have one before the MLP"
+        "parallel wiring with two norms requires a norm before the MLP"
     );
     let mlp = mlp(fill)?;
     Ok(LayerSpec { wiring, residual_scale, attention_norms, attention, cross, mlp_norms, mlp })
@@ -79,7 +79,7 @@ fn attention(fill: &mut Fill, positions: &mut Positions) -> Result<AttentionSpec
     let kv_heads = look.or("attention.kv_heads", &table.kv_heads, "attention.heads", heads)?;
     ensure!(
         kv_heads > 0 && heads.is_multiple_of(kv_heads),
-        "{heads} heads cannot share {kv_heads} KV heads evenly"
+        "the number of heads, {heads}, is not a multiple of the {kv_heads} KV heads"
     );
     let by_width = hidden / heads;
     let k_dim = look.or("attention.head_dim", &table.head_dim, "size.hidden / attention.heads", by_width)?;
@@ -140,7 +140,7 @@ fn mask(fill: &mut Fill) -> Result<Mask> {
     Ok(match mask {
         MaskName::Causal => Mask::Causal { window },
         MaskName::Bidirectional if fill.stack == StackName::Decoder => {
-            bail!("a decoder cannot be bidirectional: what it will see is not there yet")
+            bail!("a decoder cannot be bidirectional: later positions do not exist yet")
         }
         MaskName::Bidirectional => Mask::Whole { window },
     })
@@ -161,7 +161,7 @@ fn separate(
     Ok([linear(0)?, linear(1)?, linear(2)?])
 }
 
-/// Queries, keys and values as rows of one tensor.
+/// Resolves queries, keys and values that are rows of one tensor.
 fn fused(
     fill: &mut Fill,
     layout: QkvLayout,
@@ -202,7 +202,7 @@ fn qk_norms(
     Ok(Some((q, k)))
 }
 
-/// Cross-attention: sizes of self-attention, no positions.
+/// Resolves cross-attention: the sizes are those of self-attention, and there are no positions.
 fn cross(fill: &mut Fill, own: &AttentionSpec) -> Result<AttentionSpec> {
     let (table, names) = (&fill.tables.cross, &fill.tables.tensors);
     let usual = fill.look.or_neutral("attention.bias", &fill.tables.attention.bias, false)?;
@@ -287,8 +287,8 @@ fn moe(fill: &mut Fill) -> Result<MoeSpec> {
     let has_shared_router = look.or_neutral("moe.shared_router", &table.shared_router, false)?;
     let activation = activation(fill)?;
     let mut expert = |index: Option<usize>, width: usize, names: [&Names; 3], roles: [&'static str; 3]| {
-        let mut linear = |at: usize, out: usize, inp: usize| {
-            fill.linear_part(roles[at], None, names[at], (out, inp), (out, Part::Whole), index)
+        let mut linear = |at: usize, n: usize, k: usize| {
+            fill.linear_part(roles[at], None, names[at], (n, k), (n, Part::Whole), index)
         };
         let down = linear(2, hidden, width)?;
         let (gate, up) = match gated {
@@ -325,12 +325,12 @@ fn moe(fill: &mut Fill) -> Result<MoeSpec> {
     })
 }
 
-/// The activation of the layer's MLP.
+/// Returns the activation of the layer's MLP.
 pub(super) fn activation(fill: &mut Fill) -> Result<Activation> {
     Ok(activation_of(fill.look.needed("mlp.activation", &fill.tables.mlp.activation)?))
 }
 
-/// The activation of that name.
+/// Returns the activation with that name.
 pub(super) fn activation_of(name: ActivationName) -> Activation {
     match name {
         ActivationName::Relu => Activation::Relu,

@@ -1,4 +1,4 @@
-//! Settings as they are looked up, each with who said it.
+//! Looks up the values of settings and records the origin of each.
 //!
 //! Invariant: every value that is looked up is recorded, once for all layers that have it.
 
@@ -10,19 +10,19 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 
-/// What is known of a model where its specification is filled in.
+/// State of the resolution of one model's specification.
 pub struct Lookups<'a> {
     pub config: &'a HubConfig,
-    /// Whether there is a tensor of that name.
+    /// Returns whether the checkpoint has a tensor with that name.
     pub has: &'a dyn Fn(&str) -> bool,
-    /// Stands before keys: nothing, `encoder.` or `decoder.`.
+    /// Prefix of recorded keys: empty, `encoder.` or `decoder.`.
     pub stack: &'static str,
-    /// The layer that is being filled in; none for what stands around layers.
+    /// The layer that is being resolved; `None` outside of the layers.
     pub layer: Option<usize>,
     values: Vec<Sourced>,
-    /// Where each key's entries are among the values.
+    /// Indices of each key's entries in `values`.
     places: BTreeMap<String, Vec<usize>>,
-    /// Numbers that formulas can name, by their keys, and the layer that has them.
+    /// Numbers that formulas can refer to, by key, with the layer they belong to.
     numbers: BTreeMap<&'static str, (f64, Option<usize>)>,
 }
 
@@ -32,20 +32,20 @@ impl<'a> Lookups<'a> {
         Lookups { config, has, stack: "", layer: None, values, places, numbers }
     }
 
-    /// All that was recorded.
+    /// Returns all recorded values.
     pub fn into_values(self) -> Vec<Sourced> {
         self.values
     }
 
-    /// The setting's value, which must be said.
+    /// Returns the value of a required setting. Fails if there is none.
     pub fn needed<T: Value>(&mut self, key: &'static str, setting: &Option<Setting<T>>) -> Result<T> {
         let setting =
-            setting.as_ref().with_context(|| format!("the specification says nothing for '{key}'"))?;
+            setting.as_ref().with_context(|| format!("the specification has no value for '{key}'"))?;
         let (value, origin) = self.find(key, setting)?.with_context(|| self.missing(key, setting))?;
         Ok(self.record(key, value, origin))
     }
 
-    /// The setting's value; without one, what `rule` gives.
+    /// Returns the setting's value; without one, `derived`, which the rule `rule` gives.
     pub fn or<T: Value>(
         &mut self,
         key: &'static str,
@@ -58,7 +58,7 @@ impl<'a> Lookups<'a> {
         Ok(self.record(key, value, origin))
     }
 
-    /// The setting's value; without one, `neutral`, which is not worth a record.
+    /// Returns the setting's value; without one, `neutral`, which is not recorded.
     pub fn or_neutral<T: Value>(
         &mut self,
         key: &'static str,
@@ -72,12 +72,12 @@ impl<'a> Lookups<'a> {
         })
     }
 
-    /// The first of several keys of config.json that is there, with its value.
+    /// Returns the first of several config.json keys that exists, with its value.
     pub fn first<'k>(&self, keys: &'k OneOrMore<String>) -> Option<(&'k String, &'a Json)> {
         keys.as_slice().iter().find_map(|key| Some((key, self.config.at(key)?)))
     }
 
-    /// Records a value with who said it.
+    /// Records a value with its origin.
     pub fn record<T: Value>(&mut self, key: &'static str, value: T, origin: Origin) -> T {
         let json = serde_json::to_value(&value).unwrap_or(Json::Null);
         if let Some(number) = json.as_f64() {
@@ -91,8 +91,8 @@ impl<'a> Lookups<'a> {
         let key = format!("{}{key}", self.stack);
         let places = self.places.entry(key.clone()).or_default();
         let known = places.iter().copied().find(|place| {
-            let said = &self.values[*place];
-            said.value == value && said.origin == origin
+            let entry = &self.values[*place];
+            entry.value == value && entry.origin == origin
         });
         let place = known.unwrap_or(self.values.len());
         if known.is_none() {
@@ -105,7 +105,7 @@ impl<'a> Lookups<'a> {
         }
     }
 
-    /// The value, with who said it, if it is to be found.
+    /// Returns the value and its origin, if there is one.
     fn find<T: Value>(&self, key: &str, setting: &Setting<T>) -> Result<Option<(T, Origin)>> {
         match setting {
             Setting::Fixed(value) => Ok(Some((value.clone(), Origin::Specification))),
@@ -134,21 +134,22 @@ impl<'a> Lookups<'a> {
         }))
     }
 
-    /// A key's value, or what it means.
+    /// Converts the value of a key, by the setting's `cases` if it has them.
     fn read<T: Value>(&self, name: &str, value: &Json, sought: &Sought<T>) -> Result<T> {
         match &sought.cases {
             Some(cases) => {
                 let case = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
                 let known = || cases.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-                let wrong =
-                    || self.config.wrong(name, format_args!("{value} is not served (served: {})", known()));
+                let wrong = || {
+                    self.config.wrong(name, format_args!("{value} is not supported (supported: {})", known()))
+                };
                 cases.get(&case).cloned().ok_or_else(wrong)
             }
             None => serde_json::from_value(value.clone()).map_err(|error| self.config.wrong(name, error)),
         }
     }
 
-    /// A formula's result. One that names a key which is not there has none, if there is a default.
+    /// Evaluates a formula. Returns `None` if it names a missing key and there is a default.
     fn work_out<T: Value>(&self, key: &str, text: &str, has_default: bool) -> Result<Option<T>> {
         let mut absent = false;
         let result = formula::evaluate(text, &mut |name| match self.number(name)? {
@@ -163,12 +164,12 @@ impl<'a> Lookups<'a> {
         }
         let number = result.with_context(|| format!("{}: '{key}'", self.config.file().display()))?;
         let value = T::of_number(number);
-        value
-            .map(Some)
-            .with_context(|| format!("formula '{text}' is worth {number}, which '{key}' cannot be"))
+        value.map(Some).with_context(|| {
+            format!("formula '{text}' evaluates to {number}, which is not valid for '{key}'")
+        })
     }
 
-    /// A number of config.json, or with `$` before its name one that was settled before.
+    /// Returns the number of a config.json key, or of a value recorded earlier if the name starts with `$`.
     fn number(&self, name: &str) -> Result<Option<f64>> {
         match name.strip_prefix('$') {
             Some(known) => self.settled(known),
@@ -181,7 +182,8 @@ impl<'a> Lookups<'a> {
         }
     }
 
-    /// A number that was settled for this layer, or for all: by its key, or by the last word of it where no other key has it.
+    /// Returns a number recorded for this layer or for all: by its full key, or by the key's last component
+    /// if that is unambiguous.
     fn settled(&self, name: &str) -> Result<Option<f64>> {
         let is_meant = |key: &str| key == name || key.rsplit_once('.').is_some_and(|(_, last)| last == name);
         let here = |layer: &Option<usize>| layer.is_none() || *layer == self.layer;
@@ -192,12 +194,12 @@ impl<'a> Lookups<'a> {
             [(_, (number, _))] => Ok(Some(*number)),
             several => {
                 let keys: Vec<&str> = several.iter().map(|(key, _)| **key).collect();
-                bail!("'${name}' can be any of {}: name one in full", keys.join(", "))
+                bail!("'${name}' is ambiguous between {}: use the full key", keys.join(", "))
             }
         }
     }
 
-    /// Goes on to a stack, which shares no numbers with the one before.
+    /// Starts the next stack, which shares no numbers with the previous one.
     pub fn begin_stack(&mut self, prefix: &'static str) {
         (self.stack, self.layer) = (prefix, None);
         self.numbers.clear();
@@ -211,7 +213,7 @@ impl<'a> Lookups<'a> {
                 let keys = names.join("' or '");
                 format!("{file}: the key '{keys}' is missing")
             }
-            _ => format!("{file}: nothing says '{key}'"),
+            _ => format!("{file}: there is no value for '{key}'"),
         }
     }
 }

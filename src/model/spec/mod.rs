@@ -1,10 +1,10 @@
-//! The specification of a model: known blocks, how they are wired, and what their tensors are called.
+//! Model specifications: the blocks of a model, how they are connected, and the names of their tensors.
 //!
-//! A specification file (TOML, `specs/`; [`tables`]) makes the choices; where a number belongs it may name the key of
-//! the model's config.json that holds it. Both together, and the names of the file's tensors, give a [`ModelSpec`], in
-//! which everything is known, layer by layer.
+//! A specification file (TOML, `specs/`; [`tables`]) selects the blocks. Where a number is needed it may name
+//! the key of the model's config.json that holds it. Together with the names of the checkpoint's tensors they
+//! give a [`ModelSpec`], in which every value is resolved, layer by layer.
 //!
-//! Invariant: a `ModelSpec` holds no memory sizes, no devices and no model names.
+//! Invariant: a `ModelSpec` contains no memory sizes, no devices and no model names.
 
 pub mod formula;
 
@@ -41,86 +41,87 @@ use mainstem_kernels::{Activation, Mask, MoeShape, NormKind, RopeStyle, Scoring}
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A model's architecture with every number in place.
+/// A model's architecture with all values resolved.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
     pub kind: Kind,
-    /// Rows of the embedding.
+    /// Rows of the embedding table.
     pub vocab: usize,
-    /// Width of the residual stream, of encoder and decoder.
+    /// Width of the residual stream, in encoder and decoder.
     pub hidden: usize,
-    /// Positions that the stack which generates was made for; of a lone encoder, its own.
+    /// Context length of the decoder, or of an encoder-only model, in positions.
     pub context: usize,
     pub encoder: Option<StackSpec>,
     pub decoder: Option<StackSpec>,
-    /// What may stand in a file unused.
+    /// Tensors that a file may have although they are unused.
     pub ignored: Ignored,
-    /// Who said all this.
+    /// The origin of each value.
     pub provenance: Provenance,
 }
 
-/// A stack of layers with what stands before and behind it. In a part of a model only some layers are there, and what
-/// stands before the first or behind the last is where that is.
+/// A stack of layers with its embedding and head. In the specification of a shard only some layers are
+/// present; the embedding and the positions added to it are with the first layer, the final norm and the head
+/// with the last.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StackSpec {
-    /// Positions it was made for.
+    /// Context length in positions.
     pub context: usize,
-    /// `None` only where the first layer is in another part.
+    /// `None` only if the first layer is in another shard.
     pub embedding: Option<EmbeddingSpec>,
-    /// What is added to the embedding for its position.
+    /// Position embedding that is added to the token embedding.
     pub added: Option<AddedSpec>,
-    /// What is added to scores for their distance.
+    /// Relative position bias that is added to attention scores.
     pub distance: Option<DistanceSpec>,
-    /// Every kind of rotary positions that some layer has.
+    /// The distinct rotary position embeddings of the layers.
     pub ropes: Vec<RopeSpec>,
     pub layers: Vec<LayerSpec>,
-    /// Behind the last layer.
+    /// Final norm, after the last layer.
     pub norm: Option<NormSpec>,
     pub head: Option<HeadSpec>,
 }
 
-/// From tokens to the residual stream.
+/// The token embedding, which maps tokens to the residual stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EmbeddingSpec {
     /// (vocabulary, width)
     pub table: Piece,
     pub scale: f32,
-    /// To the width of the residual stream, if the table has another.
+    /// Projection to the width of the residual stream, if the table has another width.
     pub project_in: Option<LinearSpec>,
-    /// (types, hidden); its first row is added to all.
+    /// Token type embedding, (types, hidden); its first row is added to all tokens.
     pub token_types: Option<Piece>,
     pub norm: Option<NormSpec>,
 }
 
-/// Rows added to the embedding by position.
+/// A position embedding that is added to the token embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AddedSpec {
     /// Row `position + offset` of a table (rows, hidden).
     Learned { table: Piece, offset: usize },
-    /// Vaswani et al. 2017, section 3.5.
+    /// Sines and cosines (Vaswani et al. 2017, section 3.5).
     Sinusoidal { layout: tables::SinusoidLayout, offset: usize, scale: f32 },
 }
 
-/// Biases of scores by distance and head.
+/// A relative position bias: a bias of attention scores by distance and head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DistanceSpec {
     pub kind: DistanceKind,
-    /// Heads that there are biases for.
+    /// Number of heads of the whole model.
     pub heads: usize,
-    /// Those of them that the layers have: all, but in a part of a model.
+    /// Heads of this shard: all of them in a whole model.
     pub own: Range<usize>,
 }
 
-/// How biases depend on distance.
+/// Selects how the bias depends on the distance.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DistanceKind {
-    /// Press et al. 2022, section 3.
+    /// ALiBi (Press et al. 2022, section 3).
     Alibi { scale: f32 },
-    /// Raffel et al. 2020, section 2.1; the table is (buckets, heads).
+    /// Learned biases by distance bucket (Raffel et al. 2020, section 2.1); the table is (buckets, heads).
     Relative { table: Box<Piece>, buckets: usize, max_distance: usize, both_ways: bool },
 }
 
-/// Rotary positions.
+/// A rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
     pub style: RopeStyle,
@@ -129,15 +130,15 @@ pub struct RopeSpec {
     pub config: RopeConfig,
 }
 
-/// One layer.
+/// One transformer layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {
     pub wiring: tables::Wiring,
-    /// Multiplies what a sub-layer adds to the residual stream.
+    /// Factor of the sub-layer outputs that are added to the residual stream.
     pub residual_scale: f32,
     pub attention_norms: Norms,
     pub attention: AttentionSpec,
-    /// Attention to what the encoder made.
+    /// Cross-attention to the encoder's output, with its norms.
     pub cross: Option<(Norms, AttentionSpec)>,
     pub mlp_norms: Norms,
     pub mlp: MlpSpec,
@@ -146,61 +147,62 @@ pub struct LayerSpec {
 /// The norms around a sub-layer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Norms {
-    /// Of what it reads.
+    /// Norm of the sub-layer's input.
     pub pre: Option<NormSpec>,
-    /// Of what it gives.
+    /// Norm of the sub-layer's output.
     pub out: Option<NormSpec>,
-    /// Of the residual stream, once that is added.
+    /// Norm of the residual stream after the output was added.
     pub post: Option<NormSpec>,
 }
 
-/// A normalisation.
+/// A normalization (LayerNorm or RMSNorm).
 #[derive(Clone, Debug, PartialEq)]
 pub struct NormSpec {
     pub kind: NormKind,
-    /// (width)
+    /// Weight vector, (width).
     pub weight: Piece,
     pub bias: Option<Piece>,
-    /// Added to each weight.
+    /// Constant that is added to each weight.
     pub offset: f32,
     pub width: usize,
     pub eps: f32,
 }
 
-/// Attention.
+/// Self-attention or cross-attention of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionSpec {
     pub heads: usize,
-    /// Consecutive query heads share one; divides `heads`.
+    /// Number of KV heads; consecutive query heads share one. Divides `heads`.
     pub kv_heads: usize,
-    /// Width of a query and of a key.
+    /// Width of a query or key head.
     pub k_dim: usize,
-    /// Width of a value.
+    /// Width of a value head.
     pub v_dim: usize,
-    /// Multiplies the product of query and key.
+    /// Factor of the dot products of queries and keys.
     pub scale: f32,
     pub softcap: Option<f32>,
     pub mask: Mask,
-    /// Which of the stack's rotary positions.
+    /// Index of the rotary position embedding among the stack's `ropes`.
     pub rope: Option<usize>,
-    /// The stack's biases by distance are added to the scores.
+    /// Whether the stack's relative position bias is added to the scores.
     pub by_distance: bool,
     pub q: LinearSpec,
     pub k: LinearSpec,
     pub v: LinearSpec,
     pub o: LinearSpec,
-    /// Norms of queries and keys: of each head where their width is a head's, else of all together.
+    /// Norms of queries and keys: per head if the norm is as wide as a head, else over all heads together.
     pub qk_norms: Option<(NormSpec, NormSpec)>,
-    /// What other members of the stage have of that which is normed all together: of queries and of keys.
+    /// The split of queries and keys over the ranks of the stage, if a norm spans all heads: of queries and
+    /// of keys.
     pub spread: Option<(Spread, Spread)>,
 }
 
-/// Columns that the members of a stage have side by side.
+/// Columns that are split over the ranks of a stage, side by side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spread {
-    /// How many each adds, by rank.
+    /// Number of columns of each rank.
     pub widths: Vec<usize>,
-    /// Where this member's are among all.
+    /// Range of this rank's columns among all.
     pub own: Range<usize>,
 }
 
@@ -211,7 +213,7 @@ pub enum MlpSpec {
     Experts(Box<MoeSpec>),
 }
 
-/// down(act(gate(x)) * up(x)); without `up`, down(act(gate(x))).
+/// A dense feed-forward network: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DenseSpec {
     pub width: usize,
@@ -229,39 +231,39 @@ pub struct MoeSpec {
     pub renormalise: bool,
     pub scale: f32,
     pub router: LinearSpec,
-    /// The first of those that the router chooses among which is there: 0, but in a part of a model.
+    /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
     pub first: usize,
     pub experts: Vec<DenseSpec>,
-    /// Every token goes through this one too.
+    /// The shared expert, which processes every token.
     pub shared: Option<DenseSpec>,
-    /// The sigmoid of this, (1, hidden), multiplies what that one gives.
+    /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<LinearSpec>,
 }
 
-/// From the residual stream to logits.
+/// The head, which maps the residual stream to logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadSpec {
-    /// A linear layer, an activation and a norm.
+    /// A linear layer, an activation and a norm before the head's matrix.
     pub transform: Option<(LinearSpec, Activation, NormSpec)>,
-    /// To the embedding's width, if that is another.
+    /// Projection to the embedding's width, if that differs from `hidden`.
     pub project_out: Option<LinearSpec>,
-    /// Its matrix is the embedding's.
+    /// Whether the head's matrix is the embedding table.
     pub tied: bool,
-    /// What a matrix of its own would be called, if it is tied: files may have it all the same.
+    /// Names of a separate head matrix, if the head is tied: files may contain it although it is unused.
     pub unused_names: Vec<String>,
     /// (vocabulary, width)
     pub table: Piece,
     pub bias: Option<Piece>,
-    /// Rows of the matrix have length 1.
+    /// Whether the rows of the matrix are scaled to an L2 norm of 1.
     pub normalised: bool,
-    /// Multiplies the logits, before the cap.
+    /// Factor of the logits, applied before the soft cap.
     pub scale: f32,
     pub softcap: Option<f32>,
-    /// Other members of the stage have rows of the matrix too.
+    /// The split of the vocabulary over the ranks of the stage, if it is split.
     pub spread: Option<Spread>,
 }
 
-/// y = x · Wᵀ (+ b)
+/// A linear layer: y = x · Wᵀ (+ b).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearSpec {
     pub out: usize,
@@ -270,48 +272,49 @@ pub struct LinearSpec {
     pub bias: Option<Piece>,
 }
 
-/// A tensor of the file, or a part of one.
+/// A slice of a stored tensor: the whole tensor, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// What it is, in the words of the specification's table of names.
+    /// Its role: the key of the specification's `tensors` table.
     pub role: &'static str,
-    /// The tensor's name.
+    /// Name of the tensor in the file.
     pub name: String,
-    /// The same for all layers and experts: `{i}` and `{e}` in their numbers' place.
+    /// Name pattern, the same for all layers and experts: with `{i}` and `{e}` in place of their numbers.
     pub pattern: Arc<str>,
     pub layer: Option<usize>,
-    /// As it is stored.
+    /// Shape of the stored tensor.
     pub shape: Vec<usize>,
     pub part: Part,
-    /// What of the part is wanted.
+    /// Range of the part that is used.
     pub cut: Cut,
-    /// The part is stored (in, out).
+    /// Whether the part is stored as (in, out).
     pub transposed: bool,
 }
 
-/// A range of a matrix (out, in), or of a vector's numbers as rows; all of what is not said.
+/// Ranges of the rows and columns of a matrix (out, in); the values of a vector are rows. `None` is the whole
+/// range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cut {
     pub rows: Option<Range<usize>>,
     pub columns: Option<Range<usize>>,
 }
 
-/// Which part of a tensor.
+/// Selects a part of a stored tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Whole,
-    /// Rows in groups: of each `stride` rows, `count` from `first` on.
+    /// Rows in groups: `count` rows from `first` on, of each `stride` rows.
     Rows {
         groups: usize,
         stride: usize,
         first: usize,
         count: usize,
     },
-    /// One matrix of several, (planes, out, in).
+    /// One of several stacked matrices, (planes, out, in).
     Plane(usize),
 }
 
-/// Patterns of the names that a file may have unused.
+/// Name patterns of tensors that a file may have although they are unused.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ignored {
     pub patterns: Vec<String>,
@@ -319,72 +322,74 @@ pub struct Ignored {
 }
 
 impl ModelSpec {
-    /// The stacks there are, the encoder first.
+    /// Returns the stacks of the model, the encoder first.
     pub fn stacks(&self) -> impl Iterator<Item = &StackSpec> {
         self.encoder.iter().chain(&self.decoder)
     }
 
-    /// The stack with the head: the decoder, or a lone encoder.
+    /// Returns the stack with the head: the decoder, or the encoder of an encoder-only model.
     pub fn last_stack(&self) -> &StackSpec {
         self.decoder.as_ref().or(self.encoder.as_ref()).expect("a model has a stack; this is a bug")
     }
 
-    /// Layers whose keys and values are kept: the decoder's.
+    /// Returns the layers whose keys and values are cached: those of the decoder.
     pub fn cached_layers(&self) -> &[LayerSpec] {
         self.decoder.as_ref().map_or(&[], |stack| &stack.layers)
     }
 
-    /// Layers of all stacks.
+    /// Returns the number of layers of all stacks.
     pub fn layers(&self) -> usize {
         self.stacks().map(|stack| stack.layers.len()).sum()
     }
 
-    /// Tokens of the longest source; 0 for models that read none.
+    /// Returns the maximum length of the encoder input in tokens; 0 for decoder-only models.
     pub fn source_context(&self) -> usize {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
-    /// Whether logits come out.
+    /// Returns whether the model computes logits.
     pub fn has_head(&self) -> bool {
         self.last_stack().head.is_some()
     }
 }
 
 impl AttentionSpec {
-    /// Width of all queries together.
+    /// Returns the width of all queries together.
     pub fn q_width(&self) -> usize {
         self.heads * self.k_dim
     }
 
-    /// Width of all keys together.
+    /// Returns the width of all keys together.
     pub fn k_width(&self) -> usize {
         self.kv_heads * self.k_dim
     }
 
-    /// Width of all values together.
+    /// Returns the width of all values together.
     pub fn v_width(&self) -> usize {
         self.kv_heads * self.v_dim
     }
 
-    /// Whether queries and keys are normed all heads together.
+    /// Returns whether the norms of queries and keys span all heads.
     pub fn norms_all_heads(&self) -> bool {
         self.qk_norms.as_ref().is_some_and(|(q, _)| q.width != self.k_dim)
     }
 
-    /// Width of the queries, or the keys, of a whole stage that are normed all together; 0 where none are.
+    /// Returns the larger width of a whole stage's queries and keys whose norm spans several ranks; 0 if
+    /// there are none.
     pub fn spread_width(&self) -> usize {
         let widths = self.spread.iter().flat_map(|(q, k)| [q, k]).map(|spread| spread.widths.iter().sum());
         widths.max().unwrap_or(0)
     }
 
-    /// Width of what attention gives.
+    /// Returns the width of the attention output, before the output projection.
     pub fn out_width(&self) -> usize {
         self.heads * self.v_dim
     }
 }
 
 impl MlpSpec {
-    /// Width of the widest inner layer whose numbers lie in buffers of rows.
+    /// Returns the width of the inner layer that is kept in row buffers: of the dense network or the shared
+    /// expert.
     pub fn width(&self) -> usize {
         match self {
             MlpSpec::Dense(dense) => dense.width,
@@ -392,7 +397,7 @@ impl MlpSpec {
         }
     }
 
-    /// How many experts there are here.
+    /// Returns the number of experts in this shard; 0 for a dense network.
     pub fn experts(&self) -> usize {
         match self {
             MlpSpec::Dense(_) => 0,
@@ -402,7 +407,7 @@ impl MlpSpec {
 }
 
 impl MoeSpec {
-    /// What the kernels are told of it.
+    /// Returns the parameters that the kernels need.
     pub fn shape(&self) -> MoeShape {
         let MoeSpec { top_k, scoring, renormalise, scale, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
@@ -412,7 +417,7 @@ impl MoeSpec {
 }
 
 impl Part {
-    /// Rows of the part, of a tensor with so many.
+    /// Returns the number of rows of the part, for a tensor with `all` rows.
     pub fn rows(self, all: usize) -> usize {
         match self {
             Part::Whole | Part::Plane(_) => all,
@@ -422,7 +427,7 @@ impl Part {
 }
 
 impl Ignored {
-    /// Whether a tensor of that name may stand unused.
+    /// Returns whether a tensor with that name may be unused.
     pub fn covers(&self, name: &str) -> bool {
         let without = self.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix.as_str()));
         std::iter::once(name)

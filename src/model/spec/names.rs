@@ -1,8 +1,8 @@
-//! Names of tensors: patterns with the layer's and the expert's number left open.
+//! Names of tensors: patterns with placeholders for the numbers of layers and experts.
 //!
-//! Invariant: a pattern that matches a name once names it again with the same numbers.
+//! Invariant: a pattern that matches a name gives that name again for the same numbers.
 
-/// The name of a tensor in one layer, of one expert.
+/// Returns the name of a tensor in one layer, of one expert.
 pub fn numbered(pattern: &str, layer: Option<usize>, expert: Option<usize>) -> String {
     let with = |text: String, mark: &str, number: Option<usize>| match number {
         Some(number) => text.replace(mark, &number.to_string()),
@@ -11,7 +11,7 @@ pub fn numbered(pattern: &str, layer: Option<usize>, expert: Option<usize>) -> S
     with(with(pattern.to_owned(), "{i}", layer), "{e}", expert)
 }
 
-/// The name of the bias that belongs to a weight.
+/// Returns the name of the bias that belongs to a weight.
 pub fn bias_name(weight: &str) -> String {
     match weight.strip_suffix(".gamma") {
         Some(stem) => format!("{stem}.beta"),
@@ -19,11 +19,11 @@ pub fn bias_name(weight: &str) -> String {
     }
 }
 
-/// Whether a name fits a pattern: `{i}` and `{e}` stand for digits, `*` for anything, the empty word too. Takes time by the
-/// product of their lengths, whatever they are.
+/// Returns whether a name matches a pattern: `{i}` and `{e}` match digits, `*` matches any text including
+/// none. The time is at most proportional to the product of the two lengths.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let name = name.as_bytes();
-    // Where the name can have got to by the parts of the pattern so far.
+    // `reached[n]`: whether the pattern so far matches the first n bytes of the name.
     let mut reached = vec![false; name.len() + 1];
     reached[0] = true;
     let mut rest = pattern.as_bytes();
@@ -45,7 +45,7 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     reached[name.len()]
 }
 
-/// A part of a pattern.
+/// An element of a name pattern.
 #[derive(Clone, Copy)]
 enum Part {
     Byte(u8),
@@ -54,7 +54,7 @@ enum Part {
 }
 
 impl Part {
-    /// Of a pattern that is not empty. Names of more than ASCII are compared byte by byte.
+    /// Returns the first element of a non-empty pattern. Non-ASCII names are compared byte by byte.
     fn first_of(pattern: &[u8]) -> Part {
         match pattern {
             [b'*', ..] => Part::Anything,
@@ -63,7 +63,7 @@ impl Part {
         }
     }
 
-    /// Bytes that it takes of the pattern.
+    /// Returns the length of the element in the pattern in bytes.
     fn len(self) -> usize {
         match self {
             Part::Byte(_) | Part::Anything => 1,
@@ -101,7 +101,7 @@ mod tests {
         }
     }
 
-    /// Patterns may come with a model: none may keep the program busy.
+    /// Patterns may come with a model, so none may take exponential time.
     #[test]
     fn no_pattern_takes_long() {
         let name = "e".repeat(1000);

@@ -1,6 +1,7 @@
-//! Positions of a specification: what is added to the embedding, to scores, and what turns queries and keys.
+//! Resolves the positions of a specification: position embeddings, relative position biases, and rotary
+//! position embeddings.
 //!
-//! Invariant: rotary positions that are the same are one, however many layers have them.
+//! Invariant: equal rotary position embeddings are stored once, however many layers use them.
 
 use super::resolve::Fill;
 use super::setting::Setting;
@@ -11,10 +12,10 @@ use crate::model::provenance::Origin;
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::RopeStyle;
 
-/// Positions beyond which no model goes.
+/// Maximum context length and position offset.
 const CONTEXT_MAX: usize = 1 << 24;
 
-/// The positions of a stack, as its layers are filled in.
+/// The positions of a stack, collected while its layers are resolved.
 pub struct Positions {
     added: Option<AddedSpec>,
     distance: Option<DistanceSpec>,
@@ -22,13 +23,13 @@ pub struct Positions {
     context: usize,
 }
 
-/// A positive number, or nothing.
+/// Returns the number if it is positive.
 pub fn positive(number: f32) -> Option<f32> {
     (number > 0.0).then_some(number)
 }
 
 impl Positions {
-    /// Those that stand around all layers.
+    /// Resolves the position embedding, which is outside of the layers.
     pub(super) fn begin(fill: &mut Fill, context: usize) -> Result<Positions> {
         super::check::sizes(&[("context", context)])?;
         let (table, names) = (&fill.tables.position, &fill.tables.tensors);
@@ -41,7 +42,7 @@ impl Positions {
                     fill.look.or_neutral("position.rows", &table.rows, context.saturating_add(offset))?;
                 ensure!(
                     rows >= context.saturating_add(offset),
-                    "a context of {context} does not fit into {rows} learned positions, the first at {offset}"
+                    "a context of {context} does not fit into {rows} learned positions with offset {offset}"
                 );
                 let shape = vec![rows, fill.hidden];
                 let table = fill.piece("positions", &names.positions, shape, Part::Whole, None)?;
@@ -63,7 +64,8 @@ impl Positions {
         Ok(Positions { added, distance: None, ropes: Vec::new(), context })
     }
 
-    /// Those of the layer that `fill` is at: which rotary ones, and whether scores have a bias by distance.
+    /// Resolves the positions of the current layer: the index of its rotary position embedding, and whether
+    /// its scores have a relative position bias.
     pub(super) fn of_layer(
         &mut self,
         fill: &mut Fill,
@@ -86,26 +88,27 @@ impl Positions {
                 Ok((None, true))
             }
             PositionKind::Relative => {
-                let distance = relative(fill, heads)?;
-                self.settle(distance)?;
+                let relative_bias = relative(fill, heads)?;
+                self.settle(relative_bias)?;
                 Ok((None, true))
             }
             PositionKind::Learned | PositionKind::Sinusoidal if self.added.is_none() => {
-                bail!("positions that are added to the embedding are of all layers, not of some")
+                bail!("positions that are added to the embedding apply to all layers, not to some")
             }
             PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, false)),
         }
     }
 
-    /// What stands around the layers, and the context they reach.
+    /// Returns the position embedding, the relative position bias, the rotary position embeddings and the
+    /// context length.
     pub fn finish(self) -> (Option<AddedSpec>, Option<DistanceSpec>, Vec<RopeSpec>, usize) {
         (self.added, self.distance, self.ropes, self.context)
     }
 
-    /// Biases by distance are those of all layers.
-    fn settle(&mut self, distance: DistanceSpec) -> Result<()> {
-        let known = self.distance.get_or_insert_with(|| distance.clone());
-        ensure!(*known == distance, "layers differ in how scores fall with distance");
+    /// Sets the relative position bias, which must be the same in all layers.
+    fn settle(&mut self, relative_bias: DistanceSpec) -> Result<()> {
+        let known = self.distance.get_or_insert_with(|| relative_bias.clone());
+        ensure!(*known == relative_bias, "layers differ in their relative position bias");
         Ok(())
     }
 
@@ -116,32 +119,32 @@ impl Positions {
             RopeStyleName::Interleaved => RopeStyle::Interleaved,
         };
         let config = rope_config(fill)?;
-        let (share, origin) = share_of_head(fill.look.config)?;
+        let (fraction, origin) = share_of_head(fill.look.config)?;
         let dims = match &table.dims {
             Some(_) => fill.look.or("position.dims", &table.dims, "attention.head_dim", head_dim)?,
-            None => fill.look.record("position.dims", (head_dim as f64 * share) as usize, origin),
+            None => fill.look.record("position.dims", (head_dim as f64 * fraction) as usize, origin),
         };
         ensure!(
             dims.is_multiple_of(2) && dims > 0,
             "rotary positions need an even number of dimensions of a head, not {dims}"
         );
-        ensure!(dims <= head_dim, "rotary positions turn {dims} dimensions of heads that have {head_dim}");
+        ensure!(dims <= head_dim, "rotary positions rotate {dims} dimensions, but heads have {head_dim}");
         for (key, factors) in config.scaling.by_pair() {
             ensure!(
                 factors == dims / 2,
-                "'{key}' has {factors} numbers, but there are {} rotary pairs",
+                "'{key}' has {factors} values, but there are {} rotary pairs",
                 dims / 2
             );
         }
         if let RopeScaling::Dynamic { factor, context } = config.scaling {
-            // The model reaches as many times further as its base can be stretched.
+            // Stretching the base extends the context by the same factor.
             self.context = self.context.max((context as f64 * factor) as usize).min(CONTEXT_MAX);
         }
         Ok(RopeSpec { style, dims, config })
     }
 }
 
-/// The part of a head's dimensions that is turned, as configurations say it.
+/// Returns the fraction of a head's dimensions that is rotated, and its origin.
 fn share_of_head(config: &HubConfig) -> Result<(f64, Origin)> {
     for key in [
         "partial_rotary_factor",
@@ -149,14 +152,14 @@ fn share_of_head(config: &HubConfig) -> Result<(f64, Origin)> {
         "rope_scaling.partial_rotary_factor",
     ] {
         let Some(value) = config.at(key) else { continue };
-        let share = value.as_f64().filter(|share| *share > 0.0 && *share <= 1.0);
-        let wrong = || config.wrong(key, format_args!("{value} is not above 0 and at most 1"));
-        return Ok((share.with_context(wrong)?, Origin::Config(vec![key.to_owned()])));
+        let fraction = value.as_f64().filter(|fraction| *fraction > 0.0 && *fraction <= 1.0);
+        let wrong = || config.wrong(key, format_args!("{value} is not in the range (0, 1]"));
+        return Ok((fraction.with_context(wrong)?, Origin::Config(vec![key.to_owned()])));
     }
     Ok((1.0, Origin::Derived("attention.head_dim")))
 }
 
-/// Base and scaling: as the specification says, else as config.json has them.
+/// Resolves base and scaling: from the specification, otherwise from config.json.
 fn rope_config(fill: &mut Fill) -> Result<RopeConfig> {
     let (table, config) = (&fill.tables.position, fill.look.config);
     let origin = |keys: Vec<String>| if keys.is_empty() { Origin::Format } else { Origin::Config(keys) };
@@ -170,14 +173,15 @@ fn rope_config(fill: &mut Fill) -> Result<RopeConfig> {
         }
         _ => fill.look.needed("position.theta", &table.theta as &Option<Setting<f64>>)?,
     };
-    ensure!(theta > 0.0, "{}: rotary positions have a base of {theta}", config.file().display());
+    ensure!(theta > 0.0, "{}: the base of the rotary positions is {theta}", config.file().display());
     let (scaling, origin) = match (&table.scaling, usual) {
         (None, Some((usual, keys))) => (usual.scaling, origin(keys.scaling)),
         (Some(ScalingSetting::Sought { key }), _) => {
             let Some((key, _)) = fill.look.first(key) else {
                 return Ok(no_scaling(fill, theta, Origin::Format));
             };
-            let section = config.section_at(key)?.with_context(|| config.wrong(key, "it is no object"))?;
+            let section =
+                config.section_at(key)?.with_context(|| config.wrong(key, "it is not an object"))?;
             (RopeScaling::from_section(&section, config)?, Origin::Config(vec![key.clone()]))
         }
         _ => return Ok(no_scaling(fill, theta, Origin::Specification)),
@@ -200,7 +204,7 @@ fn relative(fill: &mut Fill, heads: usize) -> Result<DistanceSpec> {
     let exact = buckets / if both_ways { 4 } else { 2 };
     ensure!(
         exact > 0 && max_distance > exact,
-        "{buckets} buckets cannot tell distances up to {max_distance} apart"
+        "{buckets} buckets cannot distinguish distances up to {max_distance}"
     );
     let table = Box::new(fill.piece("relative_bias", names, vec![buckets, heads], Part::Whole, None)?);
     let kind = DistanceKind::Relative { table, buckets, max_distance, both_ways };

@@ -1,7 +1,7 @@
-//! From a specification file and a model's config.json to a [`ModelSpec`].
+//! Resolves a specification file with a model's config.json to a [`ModelSpec`].
 //!
-//! Invariant: stacks and layers are filled in one by one, each from its own tables: those of the file, those of its stack,
-//! and the overrides that are for it, the later over the earlier.
+//! Invariant: stacks and layers are resolved one by one, each from its own tables: those of the file, those
+//! of its stack, and the overrides that apply to it. Later overrides take precedence.
 
 use super::layer;
 use super::lookup::Lookups;
@@ -20,15 +20,15 @@ use mainstem_kernels::NormKind;
 use serde_json::Value as Json;
 use std::collections::BTreeSet;
 
-/// Layers that any model has at most, and experts of all layers together: before a list is made for each. A file need
-/// not have their tensors for its config.json to claim them.
+/// Maximum number of layers, and of experts in all layers together. The limits are checked before lists are
+/// built, because a config.json can claim layers and experts that no file has.
 const LAYERS_MAX: usize = 1 << 12;
 const EXPERTS_MAX: usize = 1 << 16;
 
-/// Fills in a specification. Errors name it and the configuration.
+/// Resolves a specification. Errors name the specification and the configuration.
 pub fn resolve(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
     filled_in(file, config, has)
-        .with_context(|| format!("{} does not go with {}", config.file().display(), file.file))
+        .with_context(|| format!("{} does not fit {}", config.file().display(), file.file))
 }
 
 fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
@@ -36,8 +36,8 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
     for (key, values) in &text.neutral {
         let value = config.at(key).filter(|value| !values.iter().any(|neutral| same(value, neutral)));
         if let Some(value) = value {
-            let served = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
-            let reason = format!("{value} is not served by {} (served: {served})", file.file);
+            let supported = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
+            let reason = format!("{value} is not supported by {} (supported: {supported})", file.file);
             return Err(config.wrong(key, reason));
         }
     }
@@ -62,7 +62,7 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
         );
     }
     let sizes = decoder.as_ref().or(encoder.as_ref()).map(|(_, sizes)| *sizes);
-    let (vocab, hidden) = sizes.context("a model has a stack; anything else is a bug")?;
+    let (vocab, hidden) = sizes.context("a model has a stack; this is a bug")?;
     let (encoder, decoder) = (encoder.map(|(stack, _)| stack), decoder.map(|(stack, _)| stack));
     let context = decoder.as_ref().or(encoder.as_ref()).map_or(0, |stack| stack.context);
     let spec = ModelSpec {
@@ -85,28 +85,28 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
     Ok(spec)
 }
 
-/// One stack that is being filled in.
+/// Resolves one stack of a model.
 struct StackFill<'f, 'a, 'b> {
     file: &'f SpecFile,
     look: &'a mut Lookups<'b>,
     name: StackName,
 }
 
-/// What all parts of a stack are filled in with.
+/// Context for resolving the parts of a stack.
 pub(super) struct Fill<'a, 'b> {
     pub look: &'a mut Lookups<'b>,
     pub tables: &'a Tables,
-    /// What may stand before tensors' names.
+    /// Prefixes that tensor names may have.
     pub prefixes: &'a [String],
     pub stack: StackName,
-    /// The stack has another one before it, whose results it attends to.
+    /// Whether the stack is a decoder that attends to an encoder's output.
     pub has_source: bool,
     pub vocab: usize,
     pub hidden: usize,
 }
 
 impl<'f> StackFill<'f, '_, '_> {
-    /// The stack, with the sizes of vocabulary and residual stream.
+    /// Resolves the stack. Returns it with the sizes of the vocabulary and the residual stream.
     fn fill(&mut self) -> Result<(StackSpec, (usize, usize))> {
         let overrides = self.overrides()?;
         let for_all = overrides.iter().copied().filter(|given| given.layers.is_none());
@@ -152,10 +152,10 @@ impl<'f> StackFill<'f, '_, '_> {
             look.layer = Some(index);
             let mut fill = Fill { look, tables: &tables, prefixes, ..fill };
             let layer = layer::layer(&mut fill, &mut positions).with_context(|| format!("layer {index}"))?;
-            // Before a list is made of layers that no file has.
+            // Fail early, before lists are built of layers that no file has.
             ensure!(
                 (fill.look.has)(&layer.attention.q.weight.name),
-                "there are {layers} layers by configuration, but there is no tensor '{}'",
+                "the configuration has {layers} layers, but there is no tensor '{}'",
                 layer.attention.q.weight.name
             );
             experts += layer.mlp.experts();
@@ -165,13 +165,13 @@ impl<'f> StackFill<'f, '_, '_> {
         fill.look.layer = None;
         fill.tables = &around;
         let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
-        let (added, distance, ropes, context) = positions.finish();
+        let (position_embedding, relative_bias, ropes, context) = positions.finish();
         Ok((
             StackSpec {
                 context,
                 embedding: Some(embedding),
-                added,
-                distance,
+                added: position_embedding,
+                distance: relative_bias,
                 ropes,
                 layers: specs,
                 norm,
@@ -181,7 +181,7 @@ impl<'f> StackFill<'f, '_, '_> {
         ))
     }
 
-    /// Those that are for this model and this stack.
+    /// Returns the overrides that apply to this model and this stack.
     fn overrides(&self) -> Result<Vec<&'f Override>> {
         let mut all = Vec::new();
         for given in &self.file.text.overrides {
@@ -201,11 +201,15 @@ impl<'f> StackFill<'f, '_, '_> {
         let expected = condition.is.clone().unwrap_or(Json::Bool(true));
         if let Some(exists) = condition.exists {
             let both = condition.is.is_some() || condition.default.is_some();
-            ensure!(!both, "{}: a 'when' asks either what a value is or whether it exists", self.file.file);
+            ensure!(
+                !both,
+                "{}: a 'when' tests either a value or whether it exists, not both",
+                self.file.file
+            );
             return Ok(match (&condition.key, &condition.tensor) {
                 (Some(keys), None) => self.look.first(keys).is_some() == exists,
                 (None, Some(tensor)) => self.stored_as(tensor).is_some() == exists,
-                _ => bail!("{}: a 'when' has either a 'key' or a 'tensor'", self.file.file),
+                _ => bail!("{}: a 'when' requires either a 'key' or a 'tensor'", self.file.file),
             });
         }
         let found = match (&condition.key, &condition.tensor) {
@@ -213,23 +217,26 @@ impl<'f> StackFill<'f, '_, '_> {
                 self.look.first(keys).map(|(_, value)| value.clone()).or(condition.default.clone())
             }
             (None, Some(tensor)) => Some(self.stored_as(tensor).is_some().into()),
-            _ => bail!("{}: a 'when' has either a 'key' or a 'tensor'", self.file.file),
+            _ => bail!("{}: a 'when' requires either a 'key' or a 'tensor'", self.file.file),
         };
         Ok(found.is_some_and(|found| same(&found, &expected)))
     }
 
-    /// The name under which the file has a tensor.
+    /// Returns the name under which the checkpoint stores a tensor, with or without a prefix.
     fn stored_as(&self, name: &str) -> Option<String> {
         let names = prefixed(&OneOrMore::One(name.to_owned()), &self.file.text.prefixes);
         names.into_iter().find(|name| (self.look.has)(name))
     }
 
-    /// Which layers are meant.
+    /// Returns for each layer whether the pick includes it.
     fn picked(&mut self, pick: &LayerPick, layers: usize) -> Result<Vec<bool>> {
         let listed = pick.key.as_ref().and_then(|keys| self.look.first(keys));
         if let Some((key, value)) = listed {
             let wrong = || {
-                self.look.config.wrong(key, format_args!("it is not a list of {layers}, one for each layer"))
+                self.look.config.wrong(
+                    key,
+                    format_args!("it is not a list with one entry for each of the {layers} layers"),
+                )
             };
             let list = value.as_array().filter(|list| list.len() >= layers).ok_or_else(wrong)?;
             let is = pick.is.clone().unwrap_or(Json::Bool(true));
@@ -248,7 +255,7 @@ impl<'f> StackFill<'f, '_, '_> {
             .map(|_| self.look.or("layers.only", &pick.only, "none", Vec::new()))
             .transpose()?
             .map(BTreeSet::from_iter);
-        // A list that is asked for and nowhere to be found picks nothing, unless something else does.
+        // A missing list picks nothing, unless another condition does.
         let says_more = pick.only.is_some() || pick.from.is_some() || pick.to.is_some() || every.is_some();
         ensure!(every != Some(0), "{}: 'layers.every' is 0", self.look.config.file().display());
         let holds = |layer: usize| {
@@ -260,7 +267,7 @@ impl<'f> StackFill<'f, '_, '_> {
     }
 }
 
-/// The tables of the file and of a stack, and those of some overrides over them.
+/// Merges the tables of the file, of a stack, and of some overrides; later ones take precedence.
 fn tables<'o>(text: &SpecText, stack: StackName, overrides: impl Iterator<Item = &'o Override>) -> Tables {
     let own = match stack {
         StackName::Encoder => &text.encoder,
@@ -269,7 +276,7 @@ fn tables<'o>(text: &SpecText, stack: StackName, overrides: impl Iterator<Item =
     overrides.fold(own.over(&text.tables()), |tables, given| given.tables().over(&tables))
 }
 
-/// Whether two values are the same, numbers by what they are worth.
+/// Returns whether two values are equal; numbers are compared by value.
 fn same(a: &Json, b: &Json) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
@@ -277,7 +284,7 @@ fn same(a: &Json, b: &Json) -> bool {
     }
 }
 
-/// Names as they may stand in a file: bare first, then with each prefix.
+/// Returns the possible names in a file: first without a prefix, then with each prefix.
 fn prefixed(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
     let each = names.as_slice().iter();
     each.flat_map(|name| {
@@ -288,7 +295,7 @@ fn prefixed(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
 }
 
 impl Fill<'_, '_> {
-    /// A tensor, or part of one, by the first of its names that the file has.
+    /// Returns the slice of a tensor, under the first of its names that the checkpoint has.
     pub fn piece(
         &self,
         role: &'static str,
@@ -297,8 +304,9 @@ impl Fill<'_, '_> {
         part: Part,
         expert: Option<usize>,
     ) -> Result<Piece> {
-        let names =
-            names.as_ref().with_context(|| format!("the specification names no tensor 'tensors.{role}'"))?;
+        let names = names
+            .as_ref()
+            .with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
         let layer = self.look.layer;
         let named = |pattern: &str| numbered(pattern, layer, expert);
         let first = || names.as_slice().first().cloned();
@@ -306,9 +314,10 @@ impl Fill<'_, '_> {
             .into_iter()
             .find(|pattern| (self.look.has)(&named(pattern)))
             .or_else(first);
-        let pattern = found.with_context(|| format!("the specification names no tensor 'tensors.{role}'"))?;
+        let pattern =
+            found.with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
         let part = match (part, expert) {
-            // One tensor holds all experts' matrices.
+            // One tensor contains the matrices of all experts.
             (Part::Whole, Some(expert)) if !pattern.contains("{e}") => Part::Plane(expert),
             (part, _) => part,
         };
@@ -325,7 +334,7 @@ impl Fill<'_, '_> {
         })
     }
 
-    /// A vector that goes with a weight, called as that is.
+    /// Returns the bias vector that belongs to a weight, named after it.
     pub fn bias_of(&self, weight: &Piece, role: &'static str, shape: Vec<usize>) -> Piece {
         Piece {
             role,
@@ -337,44 +346,44 @@ impl Fill<'_, '_> {
         }
     }
 
-    /// A linear layer that is a tensor by itself.
+    /// Resolves a linear layer that is stored as a tensor of its own.
     pub fn linear(
         &mut self,
         role: &'static str,
         bias_role: Option<&'static str>,
         names: &Option<OneOrMore<String>>,
-        out: usize,
-        inp: usize,
+        n: usize,
+        k: usize,
     ) -> Result<LinearSpec> {
-        self.linear_part(role, bias_role, names, (out, inp), (out, Part::Whole), None)
+        self.linear_part(role, bias_role, names, (n, k), (n, Part::Whole), None)
     }
 
-    /// A linear layer that is a part of a tensor with `rows` rows.
+    /// Resolves a linear layer that is a part of a tensor with `rows` rows.
     pub fn linear_part(
         &mut self,
         role: &'static str,
         bias_role: Option<&'static str>,
         names: &Option<OneOrMore<String>>,
-        (out, inp): (usize, usize),
+        (n, k): (usize, usize),
         (rows, part): (usize, Part),
         expert: Option<usize>,
     ) -> Result<LinearSpec> {
         let transposed = self.transposed()?;
-        let shape = if transposed { vec![inp, rows] } else { vec![rows, inp] };
+        let shape = if transposed { vec![k, rows] } else { vec![rows, k] };
         let mut weight = Piece { transposed, ..self.piece(role, names, shape, part, expert)? };
         if let Part::Plane(_) = weight.part {
             let experts = self.look.or_neutral("moe.experts", &self.tables.moe.experts, 0)?;
             weight.shape.insert(0, experts);
         }
         let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
-        Ok(LinearSpec { out, inp, weight, bias })
+        Ok(LinearSpec { out: n, inp: k, weight, bias })
     }
 
     fn transposed(&mut self) -> Result<bool> {
         self.look.or_neutral("tensors.transposed", &self.tables.tensors.transposed, false)
     }
 
-    /// A norm of the specification's kind.
+    /// Resolves a norm of the specification's kind.
     pub fn norm(
         &mut self,
         role: &'static str,
@@ -401,7 +410,7 @@ impl Fill<'_, '_> {
         Ok(NormSpec { kind, weight, bias, offset, width, eps })
     }
 
-    /// Where the sub-layers' norms stand.
+    /// Returns the placement of the sub-layers' norms.
     pub fn placement(&mut self) -> Result<Placement> {
         self.look.or_neutral("norm.placement", &self.tables.norm.placement, Placement::Pre)
     }

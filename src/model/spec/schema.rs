@@ -1,24 +1,25 @@
-//! The JSON Schema of specification files, for editors.
+//! Generates the JSON Schema of specification files, for editors.
 //!
-//! Invariant: made from the types that read them; `specs/schema.json` is what [`text`] gives.
+//! Invariant: the schema is generated from the types that parse the files; `specs/schema.json` is the output
+//! of [`text`].
 
 use super::tables::SpecText;
 use schemars::generate::SchemaSettings;
 use serde_json::Value;
 
-/// The schema, as its file has it.
+/// Returns the text of `specs/schema.json`.
 pub fn text() -> String {
     let mut schema = schema();
     schema["title"] = "Specification of a model".into();
-    let text = serde_json::to_string_pretty(&schema).expect("a schema is JSON; anything else is a bug");
+    let text = serde_json::to_string_pretty(&schema).expect("a schema is JSON; this is a bug");
     text + "\n"
 }
 
-/// Every table and key, in Markdown: the part of `docs/models.md` that is made from the types.
+/// Returns the reference of all tables and keys in Markdown: the generated part of `docs/models.md`.
 pub fn reference() -> String {
     let root = schema();
     let defs = &root["$defs"];
-    let mut page = String::from("### At the top\n\n");
+    let mut page = String::from("### Top-level keys\n\n");
     table(&mut page, &root["properties"], defs, |key| defs_table(&root["properties"][key]).is_none());
     for (key, value) in object(&root["properties"]) {
         let Some(name) = defs_table(value).filter(|_| !["encoder", "decoder"].contains(&key.as_str())) else {
@@ -29,10 +30,10 @@ pub fn reference() -> String {
         table(&mut page, &defs[name]["properties"], defs, |_| true);
     }
     for (title, name) in [
-        ("[[override]], beside the tables above", "Override"),
+        ("[[override]], in addition to the tables above", "Override"),
         ("override.when", "Condition"),
         ("override.layers", "LayerPick"),
-        ("A value that is to be found", "Sought"),
+        ("Lookup of a value", "Sought"),
     ] {
         page += &format!("\n### {title}\n\n");
         table(&mut page, &defs[name]["properties"], defs, |key| {
@@ -50,7 +51,7 @@ fn object(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flatten()
 }
 
-/// The name of the table that a property is.
+/// Returns the name of the table that a property refers to, if it is a table.
 fn defs_table(property: &Value) -> Option<&str> {
     reference_of(property).filter(|name| name.ends_with("Table") || *name == "Tables")
 }
@@ -63,18 +64,16 @@ fn table(page: &mut String, properties: &Value, defs: &Value, wanted: impl Fn(&s
     *page += "| key | value | meaning |\n|---|---|---|\n";
     for (key, property) in object(properties).filter(|(key, _)| wanted(key)) {
         let about = property["description"].as_str().unwrap_or_default().replace('\n', " ");
-        // A value that is to be found is of the kind that its key has.
+        // A lookup has the type of the value it finds.
         let kind = match key.as_str() {
-            "default" if about.starts_with("For models whose") => {
-                "a value, or again where it is found".to_owned()
-            }
+            "default" if about.starts_with("For models whose") => "a value, or another lookup".to_owned(),
             _ => kind(property, defs),
         };
         *page += &format!("| `{key}` | {kind} | {about} |\n");
     }
 }
 
-/// What a property can be, in a few words.
+/// Describes the possible values of a property in a few words.
 fn kind(property: &Value, defs: &Value) -> String {
     if let Some(name) = reference_of(property) {
         return match name.trim_end_matches(char::is_numeric) {
@@ -89,7 +88,7 @@ fn kind(property: &Value, defs: &Value) -> String {
     if !named.is_empty() {
         return named.join(", ");
     }
-    // What stands here comes first; that it may be found, or left out, goes for all.
+    // The first choice is the plain value; that a value may be looked up or omitted applies to all.
     if let Some(first) = choices.first() {
         return kind(first, defs);
     }
@@ -105,7 +104,7 @@ fn kind(property: &Value, defs: &Value) -> String {
     }
 }
 
-/// The words that a choice allows.
+/// Returns the names that a choice allows.
 fn words(choice: &Value) -> Vec<String> {
     let single = choice["const"].as_str().into_iter();
     let several = choice["enum"].as_array().into_iter().flatten().filter_map(Value::as_str);

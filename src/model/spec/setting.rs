@@ -1,6 +1,6 @@
-//! A value of a specification file: written there, looked up in the model's config.json, or worked out.
+//! Values of specification files: written directly, looked up in the model's config.json, or computed.
 //!
-//! Invariant: a setting is read where it stands, so that an error has its file and line.
+//! Invariant: a setting is parsed where it is written, so that errors have file and line.
 
 use schemars::JsonSchema;
 use serde::de::value::{
@@ -13,32 +13,33 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// A value, or where it is to be found.
+/// A value of a specification file, or a lookup of one.
 #[derive(Clone, Debug, PartialEq, JsonSchema)]
 #[schemars(untagged)]
 pub enum Setting<T> {
-    /// It stands here.
+    /// The value itself.
     Fixed(T),
-    /// It is to be found.
+    /// A lookup of the value.
     Sought(Sought<T>),
 }
 
-/// Where a value is found. The first of `key`, `formula` and `default` that gives one decides.
+/// A lookup of a value. The first of `key`, `formula` and `default` that yields a value decides.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, bound = "T: DeserializeOwned")]
 pub struct Sought<T> {
-    /// A key of config.json, nested ones with dots, or several of which the first that is there counts.
+    /// A key of config.json, with dots for nested ones, or several keys of which the first that exists is
+    /// used.
     pub key: Option<OneOrMore<String>>,
-    /// What the key's value means here, value by value. Without this table it is taken as it is.
+    /// Maps the key's values to values of this setting. Without this table they are used unchanged.
     pub cases: Option<BTreeMap<String, T>>,
-    /// Arithmetic: numbers, `+ - * / ^`, parentheses, `sqrt(…)`, `floor(…)`, keys of config.json, and the numbers of this file that
-    /// were settled before (`$hidden`, `$layers`, `$heads` …).
+    /// A formula: numbers, `+ - * / ^`, parentheses, `sqrt(…)`, `floor(…)`, keys of config.json, and numbers
+    /// of this file that were resolved earlier (`$hidden`, `$layers`, `$heads` …).
     pub formula: Option<String>,
     /// For models whose config.json lacks the key.
     pub default: Option<Box<Setting<T>>>,
 }
 
-/// One thing, or a list of them.
+/// One value, or a list of values.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub enum OneOrMore<T> {
@@ -55,9 +56,9 @@ impl<T> OneOrMore<T> {
     }
 }
 
-/// What a setting can be.
+/// The type of a setting's value.
 pub trait Value: DeserializeOwned + Serialize + Clone + PartialEq {
-    /// The value that a formula's result is; `None` where formulas have no meaning.
+    /// Converts a formula's result; `None` if formulas have no meaning for this type.
     fn of_number(_: f64) -> Option<Self> {
         None
     }
@@ -70,7 +71,7 @@ impl Value for f64 {
 }
 
 impl Value for usize {
-    /// Whole numbers only: `0.5 * head_dim` of an odd head is a mistake.
+    /// Accepts whole numbers only: `0.5 * head_dim` with an odd `head_dim` is an error.
     fn of_number(number: f64) -> Option<usize> {
         (number >= 0.0 && number <= u32::MAX.into() && number.fract() == 0.0).then_some(number as usize)
     }
@@ -86,7 +87,7 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Setting<T> {
     }
 }
 
-/// A table says where the value is found; anything else is the value.
+/// Deserializes a table as a lookup and anything else as the value.
 struct SettingVisitor<T>(PhantomData<T>);
 
 impl<'de, T: DeserializeOwned> Visitor<'de> for SettingVisitor<T> {

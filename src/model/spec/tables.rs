@@ -1,16 +1,17 @@
 //! The tables of a specification file, as written.
 //!
-//! The same tables stand at the top of the file, under `encoder` and `decoder` for one of the two, and in each
-//! `[[override]]` for some models or some layers. What is said later counts, value by value.
+//! The same tables can be at the top of the file, under `encoder` and `decoder` for one of the two stacks,
+//! and in each `[[override]]` for some models or some layers. Later values override earlier ones, value by
+//! value.
 //!
-//! Invariant: every value is optional here; what must be said is asked for where the numbers are filled in.
+//! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
 use super::setting::{OneOrMore, Setting, Value};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A table all of whose values may be left out, and what becomes of two of them.
+/// Defines a table of optional values, and the merging of two such tables.
 macro_rules! table {
     ($(#[$about:meta])* $name:ident { $($(#[$field_about:meta])* $field:ident: $ty:ty,)* }) => {
         $(#[$about])*
@@ -19,7 +20,7 @@ macro_rules! table {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$ty>,)* }
 
         impl $name {
-            /// These values, and those of `base` where there are none.
+            /// Returns these values; missing ones are taken from `base`.
             pub fn over(&self, base: &$name) -> $name {
                 $name { $($field: self.$field.clone().or_else(|| base.$field.clone()),)* }
             }
@@ -27,7 +28,7 @@ macro_rules! table {
     };
 }
 
-/// A struct with the tables that describe layers, and some fields of its own.
+/// Defines a struct with the tables that describe layers, and some fields of its own.
 macro_rules! with_tables {
     ($(#[$about:meta])* $name:ident { $($(#[$field_about:meta])* $field:ident: $ty:ty,)* }) => {
         $(#[$about])*
@@ -60,7 +61,7 @@ macro_rules! with_tables {
         }
 
         impl $name {
-            /// The tables alone.
+            /// Returns only the tables.
             pub fn tables(&self) -> Tables {
                 let $name { size, embedding, position, norm, residual, attention, cross, mlp, moe, head, tensors, .. } =
                     self.clone();
@@ -88,7 +89,7 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// These values, and those of `base` where there are none.
+    /// Returns these values; missing ones are taken from `base`.
     pub fn over(&self, base: &Tables) -> Tables {
         Tables {
             size: self.size.over(&base.size),
@@ -107,147 +108,150 @@ impl Tables {
 }
 
 with_tables! {
-    /// A specification of a family of models: known blocks, how they are wired, and what their tensors are called.
+    /// The specification of a family of models: known blocks, how they are connected, and the names of their
+    /// tensors.
     SpecText {
-        /// Values of config.json's `model_type` this file is for.
+        /// Values of config.json's `model_type` that select this file.
         model_types: Vec<String>,
-        /// What the model consists of.
+        /// The stacks of the model.
         #[serde(default = "decoder")]
         kind: Kind,
-        /// Something to know about it.
+        /// A note about the family, for readers.
         note: Option<String>,
-        /// What may stand before the names of tensors in some files.
+        /// Prefixes that tensor names have in some files.
         #[serde(default)]
         prefixes: Vec<String>,
-        /// Tensors a file may hold and nobody needs: `{i}` stands for a number, `*` for anything.
+        /// Tensors that a file may have although they are unused: `{i}` matches a number, `*` matches
+        /// anything.
         #[serde(default)]
         ignored: Vec<String>,
-        /// Keys of config.json that would change what is computed, each with the values that it may have.
+        /// Keys of config.json that would change what is computed, each with its supported values.
         #[serde(default)]
         neutral: BTreeMap<String, Vec<serde_json::Value>>,
-        /// What holds for the encoder alone.
+        /// Values for the encoder only.
         #[serde(default)]
         encoder: Tables,
-        /// What holds for the decoder alone.
+        /// Values for the decoder only.
         #[serde(default)]
         decoder: Tables,
-        /// What holds for some models or some layers alone, the later before the earlier.
+        /// Values for some models or some layers only; later overrides take precedence.
         #[serde(default, rename = "override")]
         overrides: Vec<Override>,
     }
 }
 
 with_tables! {
-    /// Values that hold for some models or some layers.
+    /// Values for some models or some layers.
     Override {
-        /// For models of which all this is true; left out, for every one.
+        /// Conditions that a model must meet, all of them. Default: every model.
         when: Option<OneOrMore<Condition>>,
-        /// For one of the two stacks; left out, for both.
+        /// The stack it applies to. Default: both.
         stack: Option<StackName>,
-        /// For some layers; left out, for all, and for what stands around them.
+        /// The layers it applies to. Default: all layers, and the parts outside of layers.
         layers: Option<LayerPick>,
     }
 }
 
-/// Something that is true of a model or not.
+/// A condition on a model.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Condition {
-    /// The value of this key of config.json …
+    /// The key of config.json to test.
     pub key: Option<OneOrMore<String>>,
-    /// … or whether there is a tensor of this name …
+    /// The tensor to test, instead of a key.
     pub tensor: Option<String>,
-    /// … is this; true, if it is left out …
+    /// The value to compare with; a tensor has the value true if it exists. Default: true.
     pub is: Option<serde_json::Value>,
-    /// … or is there at all, or not.
+    /// Tests whether the key or tensor exists, instead of its value.
     pub exists: Option<bool>,
-    /// What the key is taken for where it is missing; else the condition does not hold then.
+    /// The value of a missing key. Default: the condition is false if the key is missing.
     pub default: Option<serde_json::Value>,
 }
 
 table! {
-    /// Which layers: those for which all that is said is true.
+    /// A selection of layers: those that meet all conditions given.
     LayerPick {
-        /// A key of config.json with a list, one entry a layer. Where there is one, it alone decides …
+        /// A key of config.json with a list of one entry per layer. If it exists, it alone decides.
         key: OneOrMore<String>,
-        /// … by this entry.
+        /// The list entry that selects a layer. Default: true.
         is: serde_json::Value,
-        /// These.
+        /// The indices of the layers.
         only: Setting<Vec<usize>>,
-        /// From this one on.
+        /// The first layer.
         from: Setting<usize>,
-        /// Up to this one, itself left out.
+        /// The end of the range, exclusive.
         to: Setting<usize>,
-        /// Every so many, beginning with `at`.
+        /// Every n-th layer, starting with `at`.
         every: Setting<usize>,
-        /// The first of `every`; 0 if it is left out.
+        /// The first layer of `every`. Default: 0.
         at: Setting<usize>,
     }
 }
 
 table! {
-    /// Sizes of the whole.
+    /// Sizes of the whole model.
     SizeTable {
-        /// Tokens of the vocabulary, padding counted: rows of the embedding.
+        /// Vocabulary size including padding: rows of the embedding table.
         vocab: Setting<usize>,
         /// Width of the residual stream.
         hidden: Setting<usize>,
         layers: Setting<usize>,
-        /// Tokens of the longest sequence.
+        /// Maximum sequence length in tokens.
         context: Setting<usize>,
     }
 }
 
 table! {
-    /// From tokens to the residual stream.
+    /// The token embedding, which maps tokens to the residual stream.
     EmbeddingTable {
-        /// Of a token's row; `size.hidden` if it is left out. Another width needs `tensors.project_in`.
+        /// Width of a token's row. Default: `size.hidden`; another width requires `tensors.project_in`.
         width: Setting<usize>,
-        /// Multiplies a token's row; 1 if it is left out.
+        /// Factor of a token's row. Default: 1.
         scale: Setting<f64>,
-        /// The sum of token and position is normed; false if it is left out.
+        /// Whether the sum of token and position embedding is normalized. Default: false.
         norm: Setting<bool>,
-        /// Rows of `tensors.token_types`, the first of which is added to all; 0, or left out, is none.
+        /// Rows of `tensors.token_types`, the first of which is added to all tokens. Default: 0, which means
+        /// none.
         token_types: Setting<usize>,
     }
 }
 
 table! {
-    /// How positions come in.
+    /// Representation of positions.
     PositionTable {
         kind: Setting<PositionKind>,
-        /// Rope: which dimensions form a pair; `halves` if it is left out.
+        /// Rope: which dimensions form a rotated pair. Default: `halves`.
         style: Setting<RopeStyleName>,
-        /// Rope: leading dimensions of a head that are turned; all, times config.json's `partial_rotary_factor`, if it is
-        /// left out.
+        /// Rope: number of leading dimensions of a head that are rotated. Default: all, times config.json's
+        /// `partial_rotary_factor`.
         dims: Setting<usize>,
-        /// Rope: the base of the frequencies; config.json's `rope_theta`, or 10000, if it is left out.
+        /// Rope: the base of the frequencies. Default: config.json's `rope_theta`, or 10000.
         theta: Setting<f64>,
-        /// Rope: what changes the frequencies: `none`, or a key of config.json with an object as `rope_scaling` is; that
-        /// one's, if it is left out.
+        /// Rope: scaling of the frequencies: `none`, or a key of config.json whose object has the form of
+        /// `rope_scaling`. Default: `rope_scaling`.
         scaling: ScalingSetting,
-        /// Learned, sinusoidal: added to a position; 0 if it is left out.
+        /// Learned, sinusoidal: offset added to a position. Default: 0.
         offset: Setting<usize>,
-        /// Learned: rows of the table; `size.context` + `offset` if it is left out.
+        /// Learned: rows of the table. Default: `size.context` + `offset`.
         rows: Setting<usize>,
-        /// Sinusoidal: where sines and cosines stand; `halves` if it is left out.
+        /// Sinusoidal: order of sines and cosines. Default: `halves`.
         layout: Setting<SinusoidLayout>,
-        /// Sinusoidal: multiplies the table. Alibi: multiplies the slopes. 1 if it is left out.
+        /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
         scale: Setting<f64>,
-        /// Relative: kinds of distance that have a bias of their own.
+        /// Relative: number of distance buckets, each with its own bias.
         buckets: Setting<usize>,
-        /// Relative: distances from which on all have the same bias.
+        /// Relative: distance from which on all distances share the last bucket.
         max_distance: Setting<usize>,
     }
 }
 
-/// What changes rotary frequencies.
+/// Scaling of the rotary frequencies.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "expected \"none\" or { key = … }")]
 pub enum ScalingSetting {
-    /// Nothing.
+    /// No scaling.
     Fixed(NoneWord),
-    /// An object of config.json.
+    /// The object under a key of config.json.
     Sought { key: OneOrMore<String> },
 }
 
@@ -258,27 +262,28 @@ pub enum NoneWord {
 }
 
 table! {
-    /// Normalisation.
+    /// Normalization.
     NormTable {
         kind: Setting<NormName>,
-        /// Added to the variance, or the mean of squares.
+        /// Epsilon, added to the variance or the mean of squares.
         eps: Setting<f64>,
-        /// A bias is added at last; true for `layer`, false for `rms`, if it is left out.
+        /// Whether a bias is added. Default: true for `layer`, false for `rms`.
         bias: Setting<bool>,
-        /// Added to each weight: 1 where files hold them around 0. 0 if it is left out.
+        /// Constant added to each weight: 1 if files store weights around 0. Default: 0.
         offset: Setting<f64>,
-        /// Where the sub-layers' norms stand; `pre` if it is left out.
+        /// Placement of the sub-layers' norms. Default: `pre`.
         placement: Setting<Placement>,
-        /// One more stands behind the last layer; unless `placement` is `post` or `none`, if it is left out.
+        /// Whether there is a norm after the last layer. Default: true, unless `placement` is `post` or
+        /// `none`.
         last: Setting<bool>,
     }
 }
 
 table! {
-    /// How sub-layers and the residual stream are wired.
+    /// Connection of sub-layers and residual stream.
     ResidualTable {
         wiring: Setting<Wiring>,
-        /// Multiplies what a sub-layer adds; 1 if it is left out.
+        /// Factor of the sub-layer outputs that are added to the residual stream. Default: 1.
         scale: Setting<f64>,
     }
 }
@@ -288,45 +293,46 @@ table! {
     AttentionTable {
         /// Query heads.
         heads: Setting<usize>,
-        /// Key and value heads; as many as `heads` if it is left out.
+        /// Key and value heads. Default: `heads`.
         kv_heads: Setting<usize>,
-        /// Width of a query or key; `size.hidden / attention.heads` if it is left out.
+        /// Width of a query or key. Default: `size.hidden / attention.heads`.
         head_dim: Setting<usize>,
-        /// Width of a value; `attention.head_dim` if it is left out.
+        /// Width of a value. Default: `attention.head_dim`.
         value_dim: Setting<usize>,
-        /// All four projections have biases; false if it is left out.
+        /// Whether all four projections have biases. Default: false.
         bias: Setting<bool>,
-        /// Those of queries, keys and values have; as `bias` if it is left out.
+        /// Whether the query, key and value projections have biases. Default: `bias`.
         qkv_bias: Setting<bool>,
-        /// That of the output has; as `bias` if it is left out.
+        /// Whether the output projection has a bias. Default: `bias`.
         out_bias: Setting<bool>,
-        /// How the three projections are stored; `separate` if it is left out.
+        /// Storage of the query, key and value projections. Default: `separate`.
         qkv: Setting<QkvLayout>,
-        /// Norms of queries and keys, before positions; `none` if it is left out.
+        /// Norms of queries and keys, before positions are applied. Default: `none`.
         qk_norm: Setting<QkNorm>,
-        /// Their kind; `norm.kind` if it is left out.
+        /// Kind of the query and key norms. Default: `norm.kind`.
         qk_norm_kind: Setting<NormName>,
-        /// Their epsilon; `norm.eps` if it is left out.
+        /// Epsilon of the query and key norms. Default: `norm.eps`.
         qk_norm_eps: Setting<f64>,
-        /// Multiplies the product of query and key; `1 / sqrt(attention.head_dim)` if it is left out.
+        /// Factor of the dot products of queries and keys. Default: `1 / sqrt(attention.head_dim)`.
         scale: Setting<f64>,
-        /// Caps the scores by a hyperbolic tangent; 0, or left out, is no cap.
+        /// Soft cap of the scores, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,
-        /// It has norms, as `norm.placement` says; true if it is left out.
+        /// Whether it has norms, placed by `norm.placement`. Default: true.
         norm: Setting<bool>,
-        /// Who sees whom; `causal` in a decoder and `bidirectional` in an encoder if it is left out.
+        /// The attention mask. Default: `causal` in a decoder and `bidirectional` in an encoder.
         mask: Setting<MaskName>,
-        /// Causal: positions that are seen, the own one counted. Bidirectional: on either side. 0, or left out, is all.
+        /// Sliding window. Causal: visible positions including the own one. Bidirectional: visible positions
+        /// on each side. Default: 0, which means no window.
         window: Setting<usize>,
     }
 }
 
 table! {
-    /// Attention of a decoder to what the encoder made; sizes are those of self-attention.
+    /// Cross-attention of a decoder to the encoder's output; its sizes are those of self-attention.
     CrossTable {
-        /// All four projections have biases; as `attention.bias` if it is left out.
+        /// Whether all four projections have biases. Default: `attention.bias`.
         bias: Setting<bool>,
-        /// Multiplies the product of query and key; as `attention.scale` if it is left out.
+        /// Factor of the dot products of queries and keys. Default: `attention.scale`.
         scale: Setting<f64>,
     }
 }
@@ -335,14 +341,14 @@ table! {
     /// The feed-forward network.
     MlpTable {
         kind: Setting<MlpKind>,
-        /// Of its inner layer.
+        /// Width of the inner layer.
         width: Setting<usize>,
-        /// It has norms, as `norm.placement` says; true if it is left out.
+        /// Whether it has norms, placed by `norm.placement`. Default: true.
         norm: Setting<bool>,
         activation: Setting<ActivationName>,
-        /// All its projections have biases; false if it is left out.
+        /// Whether all projections have biases. Default: false.
         bias: Setting<bool>,
-        /// Gate and up are stored as one matrix, the gate first; false if it is left out.
+        /// Whether gate and up are stored as one matrix, the gate first. Default: false.
         fused: Setting<bool>,
     }
 }
@@ -351,69 +357,70 @@ table! {
     /// A mixture of experts, for layers whose `mlp.kind` is `experts`.
     MoeTable {
         experts: Setting<usize>,
-        /// Experts that each token goes through.
+        /// Number of experts that each token is routed to.
         top_k: Setting<usize>,
-        /// Of one expert's inner layer.
+        /// Width of one expert's inner layer.
         width: Setting<usize>,
-        /// `softmax` if it is left out.
+        /// Function from the router's logits to scores. Default: `softmax`.
         scoring: Setting<ScoringName>,
-        /// The chosen scores are divided by their sum; false if it is left out.
+        /// Whether the scores of the chosen experts are divided by their sum. Default: false.
         renormalise: Setting<bool>,
-        /// Multiplies the scores at last; 1 if it is left out.
+        /// Factor of the final scores. Default: 1.
         scale: Setting<f64>,
-        /// Experts have a gate; true if it is left out.
+        /// Whether experts have a gate. Default: true.
         gated: Setting<bool>,
-        /// Inner width of the expert that every token goes through; 0, or left out, is none.
+        /// Inner width of the shared expert, which processes every token. Default: 0, which means none.
         shared_width: Setting<usize>,
-        /// Its result is multiplied by the sigmoid of `tensors.shared_router`; false if it is left out.
+        /// Whether the shared expert's output is multiplied by the sigmoid of `tensors.shared_router`.
+        /// Default: false.
         shared_router: Setting<bool>,
     }
 }
 
 table! {
-    /// From the residual stream to what is asked for.
+    /// The head, which maps the residual stream to the model's output.
     HeadTable {
-        /// `lm` if it is left out.
+        /// Kind of head. Default: `lm`.
         kind: Setting<HeadKind>,
-        /// Its matrix is the embedding's; false if it is left out.
+        /// Whether the head's matrix is the embedding table. Default: false.
         tied: Setting<bool>,
-        /// A bias is added to the logits; false if it is left out.
+        /// Whether a bias is added to the logits. Default: false.
         bias: Setting<bool>,
-        /// Each row of the matrix has length 1; false if it is left out.
+        /// Whether each row of the matrix is scaled to an L2 norm of 1. Default: false.
         normalised: Setting<bool>,
-        /// Multiplies the logits; 1 if it is left out.
+        /// Factor of the logits. Default: 1.
         scale: Setting<f64>,
-        /// Caps the logits by a hyperbolic tangent; 0, or left out, is no cap.
+        /// Soft cap of the logits, applied with a hyperbolic tangent. Default: 0, which means no cap.
         softcap: Setting<f64>,
-        /// A linear layer, an activation and a norm come before it, as in masked language models; false if it is left
-        /// out.
+        /// Whether a linear layer, an activation and a norm precede the head's matrix, as in masked language
+        /// models. Default: false.
         transform: Setting<bool>,
-        /// That linear layer has a bias; true if it is left out.
+        /// Whether the transform's linear layer has a bias. Default: true.
         transform_bias: Setting<bool>,
-        /// The transform's; `mlp.activation` if it is left out.
+        /// Activation of the transform. Default: `mlp.activation`.
         activation: Setting<ActivationName>,
     }
 }
 
 table! {
-    /// Names of tensors; `{i}` stands for the layer, `{e}` for the expert. Of several names the first that is there counts.
-    /// A bias is called as its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
+    /// Names of tensors: `{i}` stands for the layer, `{e}` for the expert. Of several names, the first that
+    /// exists is used. A bias is named like its weight, with `.bias` for `.weight` (`.beta` for `.gamma`).
     TensorTable {
-        /// Matrices of linear layers are stored (in, out) instead of (out, in); false if it is left out.
+        /// Whether matrices of linear layers are stored as (in, out) instead of (out, in). Default: false.
         transposed: Setting<bool>,
         embedding: OneOrMore<String>,
-        /// Learned positions.
+        /// Table of learned positions.
         positions: OneOrMore<String>,
         token_types: OneOrMore<String>,
         embedding_norm: OneOrMore<String>,
         project_in: OneOrMore<String>,
-        /// Biases of relative positions, (buckets, heads).
+        /// Table of relative position biases, (buckets, heads).
         relative_bias: OneOrMore<String>,
-        /// Before attention, or with `post` behind its residual.
+        /// Norm before attention, or with `post` after its residual.
         attention_norm: OneOrMore<String>,
-        /// With `sandwich`: of what attention gives.
+        /// With `sandwich`: norm of the attention output.
         attention_out_norm: OneOrMore<String>,
-        /// The three projections in one.
+        /// Query, key and value projections in one matrix.
         qkv: OneOrMore<String>,
         q: OneOrMore<String>,
         k: OneOrMore<String>,
@@ -427,18 +434,18 @@ table! {
         cross_k: OneOrMore<String>,
         cross_v: OneOrMore<String>,
         cross_o: OneOrMore<String>,
-        /// Before the MLP, or with `post` behind its residual.
+        /// Norm before the MLP, or with `post` after its residual.
         mlp_norm: OneOrMore<String>,
-        /// With `sandwich`: of what the MLP gives.
+        /// With `sandwich`: norm of the MLP output.
         mlp_out_norm: OneOrMore<String>,
-        /// The one whose result is activated, where there are two.
+        /// Gate projection of a gated MLP, whose output goes through the activation.
         gate: OneOrMore<String>,
         up: OneOrMore<String>,
         down: OneOrMore<String>,
-        /// Gate and up in one.
+        /// Gate and up projections in one matrix.
         gate_up: OneOrMore<String>,
         router: OneOrMore<String>,
-        /// Without `{e}`: one tensor (experts, out, in).
+        /// Gate projections of the experts. A name without `{e}` is one tensor (experts, out, in).
         expert_gate: OneOrMore<String>,
         expert_up: OneOrMore<String>,
         expert_down: OneOrMore<String>,
@@ -446,18 +453,18 @@ table! {
         shared_up: OneOrMore<String>,
         shared_down: OneOrMore<String>,
         shared_router: OneOrMore<String>,
-        /// Behind the last layer.
+        /// Norm after the last layer.
         norm: OneOrMore<String>,
         project_out: OneOrMore<String>,
         head_transform: OneOrMore<String>,
         head_transform_norm: OneOrMore<String>,
         head: OneOrMore<String>,
-        /// As `head`'s bias would be called, if it is left out.
+        /// Bias of the head. Default: the bias name that belongs to `head`.
         head_bias: OneOrMore<String>,
     }
 }
 
-/// Choices by name.
+/// Defines enums whose values are written as names.
 macro_rules! words {
     ($($(#[$about:meta])* $name:ident { $($(#[$word_about:meta])* $word:ident,)* })*) => {$(
         $(#[$about])*
@@ -468,20 +475,20 @@ macro_rules! words {
         impl Value for $name {}
 
         impl $name {
-            /// Every one.
+            /// All values.
             pub const ALL: &[$name] = &[$($name::$word,)*];
         }
     )*};
 }
 
 words! {
-    /// What a model consists of.
+    /// The stacks that a model consists of.
     Kind {
-        /// A decoder, which generates.
+        /// A decoder, which generates text.
         Decoder,
-        /// An encoder, which embeds texts and fills masks.
+        /// An encoder-only model, which embeds texts and fills masks.
         Encoder,
-        /// An encoder that reads a source, and a decoder that generates from it.
+        /// An encoder that reads the input, and a decoder that generates from it.
         EncoderDecoder,
     }
     /// One of a model's two stacks of layers.
@@ -490,22 +497,22 @@ words! {
         Decoder,
     }
     PositionKind {
-        /// Rotary: queries and keys are turned.
+        /// Rotary: queries and keys are rotated.
         Rope,
-        /// A row of a table is added to the embedding.
+        /// Learned: a row of a table is added to the embedding.
         Learned,
-        /// Sines and cosines are added to the embedding.
+        /// Sinusoidal: sines and cosines are added to the embedding.
         Sinusoidal,
-        /// Scores fall with the distance, at each head's own slope.
+        /// ALiBi: scores decrease linearly with the distance, with a slope per head.
         Alibi,
-        /// Scores have a learned bias by distance and head, the same in all layers.
+        /// Relative: scores have a learned bias by distance and head, the same in all layers.
         Relative,
         None,
     }
     RopeStyleName {
-        /// `(i, i + dims / 2)`.
+        /// Pairs `(i, i + dims / 2)`, as in GPT-NeoX.
         Halves,
-        /// `(2i, 2i + 1)`.
+        /// Pairs `(2i, 2i + 1)`, as in GPT-J.
         Interleaved,
     }
     SinusoidLayout {
@@ -523,16 +530,16 @@ words! {
     Placement {
         /// Before each sub-layer.
         Pre,
-        /// Behind each residual.
+        /// After each residual.
         Post,
-        /// Before each sub-layer, and of what it gives.
+        /// Before each sub-layer, and on its output.
         Sandwich,
         None,
     }
     Wiring {
-        /// The MLP reads what attention has added to.
+        /// The MLP reads the residual stream after attention.
         Sequential,
-        /// Attention and MLP read the same normed input.
+        /// Attention and MLP read the same normalized input.
         Parallel,
         /// Attention and MLP read the same input, each with a norm of its own.
         ParallelTwoNorms,
@@ -541,19 +548,19 @@ words! {
         Separate,
         /// One matrix: all queries, all keys, all values.
         Blocks,
-        /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as heads that is head by
-        /// head.
+        /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as query
+        /// heads, this is head by head.
         Groups,
     }
     QkNorm {
         None,
-        /// Each head by itself, all by the same weights.
+        /// Each head separately, all with the same weights.
         PerHead,
         /// All heads together.
         Whole,
     }
     MaskName {
-        /// The own position and those before.
+        /// The own position and earlier ones.
         Causal,
         Bidirectional,
     }
@@ -568,18 +575,18 @@ words! {
     ScoringName {
         /// Over all experts.
         Softmax,
-        /// Of each for itself.
+        /// Of each expert separately.
         Sigmoid,
     }
     HeadKind {
         /// Logits over the vocabulary.
         Lm,
-        /// None: hidden states are what the model gives.
+        /// No head: the model returns hidden states.
         None,
     }
 }
 
-/// A non-linearity, by the names that configurations have for it.
+/// An activation function, by its names in configurations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationName {
@@ -587,13 +594,13 @@ pub enum ActivationName {
     /// The square of `relu`.
     #[serde(alias = "relu2", alias = "relu_squared")]
     SquaredRelu,
-    /// By the error function.
+    /// With the error function.
     #[serde(alias = "gelu_python")]
     Gelu,
-    /// By a hyperbolic tangent.
+    /// Approximation with a hyperbolic tangent.
     #[serde(alias = "gelu_new", alias = "gelu_pytorch_tanh", alias = "gelu_fast", alias = "gelu_accurate")]
     GeluTanh,
-    /// By the sigmoid of 1.702 x.
+    /// Approximation with the sigmoid of 1.702 x.
     QuickGelu,
     #[serde(alias = "swish")]
     Silu,
@@ -603,14 +610,14 @@ pub enum ActivationName {
 impl Value for ActivationName {}
 
 impl ActivationName {
-    /// Every one.
+    /// All values.
     pub const ALL: &[ActivationName] = {
         use ActivationName::*;
         &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh]
     };
 }
 
-/// What a model is unless its specification says.
+/// The default of `kind`.
 fn decoder() -> Kind {
     Kind::Decoder
 }

@@ -1,4 +1,4 @@
-//! Specifications that ship, filled in from configurations.
+//! Tests of the shipped specifications, resolved with configurations.
 
 use super::*;
 use crate::formats::HubConfig;
@@ -57,8 +57,8 @@ fn every_value_tells_who_said_it() {
         ("mlp.activation", json!("silu"), Origin::Default("hidden_act".to_owned())),
         ("mlp.bias", json!(true), config("mlp_bias")),
     ] {
-        let said = spec.provenance.get(key).map(|it| Sourced { layers: Vec::new(), ..it.clone() });
-        assert_eq!(said, Some(Sourced { key: key.to_owned(), layers: Vec::new(), value, origin }));
+        let entry = spec.provenance.get(key).map(|it| Sourced { layers: Vec::new(), ..it.clone() });
+        assert_eq!(entry, Some(Sourced { key: key.to_owned(), layers: Vec::new(), value, origin }));
     }
     assert_eq!(spec.provenance.specification, specs::ALL[0].0);
     assert_eq!(spec.provenance.config, Path::new("config.json"));
@@ -71,7 +71,7 @@ fn every_value_tells_who_said_it() {
     assert_eq!(silent.get("attention.kv_heads").unwrap().origin, Origin::Derived("attention.heads"));
 }
 
-/// Every number and choice of a specification file has its entry, under its own name.
+/// Every number and choice of a specification file has an entry under its own key.
 #[test]
 fn no_value_is_left_out() {
     let file: toml::Table = specs::ALL[0].1.parse().unwrap();
@@ -103,7 +103,7 @@ fn impossible_numbers_are_refused_by_name() {
     }
 }
 
-/// Names of tensors that no file has, of all layers and experts, would take all memory and hours.
+/// Tensor names of all claimed layers and experts would take all memory and hours.
 #[test]
 fn a_config_cannot_ask_for_more_layers_and_experts_than_any_model_has() {
     let sparse = |layers: usize, experts: usize| {
@@ -129,7 +129,7 @@ fn a_specification_names_its_wrong_key_and_line() {
     assert!(error.contains("mine.toml") && error.contains("kv_headz") && error.contains("line"), "{error}");
 }
 
-/// The usual specification with some text replaced.
+/// Resolves the Llama specification with some text replaced.
 fn changed(from: &str, to: &str) -> Result<ModelSpec> {
     let text = specs::ALL[0].1;
     assert!(text.contains(from), "{from}");
@@ -143,11 +143,11 @@ fn what_is_said_in_the_wrong_place_or_not_at_all_is_refused() {
     for (text, named) in [
         ("layers = { only = [0] }\n[override.head]\nscale = 2.0", "table 'head'"),
         ("layers = { only = [0] }\n[override.size]\nvocab = 7", "table 'size'"),
-        ("layers = { only = [0] }\n[override.position]\nkind = 'learned'", "of all layers"),
+        ("layers = { only = [0] }\n[override.position]\nkind = 'learned'", "apply to all layers"),
         ("layers = { at = 1 }\n[override.attention]\nwindow = 8", "'layers.every'"),
         ("layers = { is = 1 }\n[override.attention]\nwindow = 8", "'layers.key'"),
         ("layers = { to = { key = 'nowhere' } }\n[override.attention]\nwindow = 8", "'nowhere' is missing"),
-        ("when = { key = 'dense', is = 1, exists = true }", "asks either"),
+        ("when = { key = 'dense', is = 1, exists = true }", "tests either"),
         ("when = { key = 'dense', tensor = 'x' }", "either a 'key' or a 'tensor'"),
         ("[override.attention]\nsoftcap = 1e300", "attention.softcap"),
         ("[override.attention]\nscale = { formula = '$nothing' }", "there is no '$nothing'"),
@@ -209,7 +209,7 @@ fn layers_are_picked_by_range_by_period_and_by_list() {
     }
 }
 
-/// Both stacks of a model have one vocabulary and one width.
+/// Both stacks of a model must have the same vocabulary and width.
 #[test]
 fn stacks_that_do_not_fit_together_are_refused() {
     let (_, text) = specs::ALL.iter().find(|(_, text)| text.contains("encoder_ffn_dim")).unwrap();
@@ -224,7 +224,7 @@ fn stacks_that_do_not_fit_together_are_refused() {
     assert!(format!("{error:#}").contains("(97, 64) in the encoder"), "{error:#}");
 }
 
-/// Every shipped specification is read, and no two are for the same type.
+/// Every shipped specification parses, and no two are for the same model type.
 #[test]
 fn shipped_specifications_are_those_of_their_folder_and_each_type_has_one() {
     let mut types = Vec::new();
@@ -246,7 +246,7 @@ fn shipped_specifications_are_those_of_their_folder_and_each_type_has_one() {
     assert_eq!(shipped, files);
 }
 
-/// What is made of the types is up to date; `UPDATE_SCHEMA=1 cargo test made_of_the_types` makes it anew.
+/// The generated files are up to date; `UPDATE_SCHEMA=1 cargo test made_of_the_types` regenerates them.
 #[test]
 fn what_is_made_of_the_types_is_up_to_date() {
     const MARK: &str = "<!-- From here on made from the types. -->\n\n";

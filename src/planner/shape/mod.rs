@@ -1,6 +1,7 @@
-//! A model as numbers: what each of its layers takes to hold, to read and to compute.
+//! Models described by their sizes: the memory, bandwidth and computation that each layer costs.
 //!
-//! Invariant: sizes only, in bytes and multiplications; every layer of the model is there, in order.
+//! Invariant: only sizes in bytes and numbers of multiplications; every layer of the model is included, in
+//! order.
 
 use crate::model::shard::Deal;
 use crate::model::spec::{
@@ -10,26 +11,27 @@ use mainstem_kernels::{KvLayout, QuantType};
 use std::iter::Sum;
 use std::ops::{Add, Mul, Range};
 
-/// What a part of a model takes.
+/// The resources that a part of a model costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Part {
-    /// Bytes of its weights.
+    /// Size of the weights in bytes.
     pub stored: f64,
-    /// Bytes of them that every step reads, however few its rows.
+    /// Bytes of weights that every step reads, whatever its number of rows.
     pub read: f64,
-    /// Bytes that each row reads beside: the experts it is sent to.
+    /// Additional bytes that each row reads: the experts that it is routed to.
     pub read_per_row: f64,
-    /// Bytes that a step reads at most, however many its rows: of experts all, of a table that is looked up none.
+    /// Maximum bytes that a step reads, whatever its number of rows: all experts, and none of an embedding
+    /// table.
     pub read_max: f64,
-    /// Multiplications of a row with weights.
+    /// Multiplications of weights per row.
     pub macs: f64,
-    /// Multiplications of a row with each position before it.
+    /// Multiplications per row and cached position.
     pub macs_per_position: f64,
-    /// Bytes of K and V of one position.
+    /// Size of K and V of one position in bytes.
     pub kv: f64,
-    /// Passes of the device over a row.
+    /// Number of device operations per step.
     pub ops: f64,
-    /// Times that the members of a stage add up what each has.
+    /// Number of all-reduces over the ranks of a stage.
     pub sums: f64,
 }
 
@@ -57,7 +59,7 @@ impl Sum for Part {
     }
 }
 
-/// A member's share of a part. It goes through all operations, and takes part in all sums.
+/// Scales the cost to one rank's share. The numbers of operations and all-reduces stay the same.
 impl Mul<f64> for Part {
     type Output = Part;
 
@@ -76,22 +78,22 @@ impl Mul<f64> for Part {
 }
 
 impl Part {
-    /// Bytes of weights that a step of so many rows reads.
+    /// Returns the bytes of weights that a step of `rows` rows reads.
     pub fn bytes_read(&self, rows: f64) -> f64 {
         (self.read + self.read_per_row * rows).min(self.read_max)
     }
 }
 
-/// A layer, with what stands before or behind it.
+/// The cost of a layer, with the embedding or head next to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Unit {
-    /// What the members of a stage divide among them by their shares, as if it could be cut anywhere.
+    /// Cost that the ranks of a stage split by their shares, as if it could be split anywhere.
     pub divided: Part,
-    /// Queries, and what is made of them: each member has whole heads.
+    /// Cost of the query heads, from their projection to the output projection; each rank has whole heads.
     pub of_queries: Part,
-    /// K and V, from their projections to the cache: of a KV head, each member that needs it has all.
+    /// Cost of K and V, from their projections to the cache; each rank that needs a KV head has all of it.
     pub of_kv: Part,
-    /// How heads are dealt out, by the blocks of this layer alone; `None` divides them as all else.
+    /// The split of heads, by the block size of this layer alone; `None` splits them like everything else.
     pub deal: Option<Deal>,
 }
 
@@ -100,7 +102,8 @@ impl Unit {
         self.divided + self.of_queries + self.of_kv
     }
 
-    /// Those of a stage's members, by rank. More than can have heads are refused elsewhere; here they have parts of some.
+    /// Returns the cost for each rank of a stage. More ranks than heads allow are refused elsewhere; here
+    /// they get fractions of heads.
     pub fn of_members(&self, shares: &[u32]) -> Vec<Part> {
         let all = f64::from(shares.iter().sum::<u32>());
         let deal = self.deal.filter(|deal| (2..=deal.members_max()).contains(&shares.len()));
@@ -117,41 +120,42 @@ impl Unit {
     }
 }
 
-/// A whole model.
+/// The sizes of a whole model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     pub name: String,
     /// Width of the residual stream.
     pub hidden: usize,
     pub vocab: usize,
-    /// The encoder's, if there is one, then the decoder's.
+    /// The encoder, if there is one.
     pub encoder: Option<StackShape>,
+    /// The decoder, if there is one.
     pub decoder: Option<StackShape>,
-    /// Tables that several units have alike, such as an embedding that is the head too.
+    /// Tables that several layers have in common, such as an embedding that is also the head.
     pub tables: Vec<Table>,
 }
 
-/// One that two units have, which a device with both holds once.
+/// A table that two layers have in common, which a device with both holds once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Table {
-    /// From the one to the other.
+    /// The two layers.
     pub first: usize,
     pub last: usize,
-    /// Bytes.
+    /// Size in bytes.
     pub stored: f64,
 }
 
-/// A stack of layers.
+/// The costs of a stack of layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StackShape {
-    /// Before the first layer.
+    /// The embedding, before the first layer.
     pub embedding: Part,
     pub layers: Vec<Unit>,
-    /// Behind the last one.
+    /// The head, after the last layer.
     pub head: Part,
 }
 
-/// The sizes of a decoder whose layers are all alike.
+/// The sizes of a decoder whose layers are identical.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Uniform {
     pub layers: usize,
@@ -163,7 +167,7 @@ pub struct Uniform {
     /// Whether the feed-forward network has a gate.
     pub gated: bool,
     pub vocab: usize,
-    /// Whether the head's matrix is the embedding's.
+    /// Whether the head's matrix is the embedding table.
     pub tied: bool,
     pub weights: QuantType,
     pub kv: QuantType,
@@ -185,7 +189,8 @@ pub const FALCON_40B: Uniform = Uniform {
 };
 
 impl ModelShape {
-    /// The shape of a model whose tensors are stored as `stored` says, with a cache of that type.
+    /// Returns the shape of a model whose tensors are stored in the formats that `stored` returns, with a
+    /// cache in the format `kv`.
     pub fn of_spec(
         name: &str,
         spec: &ModelSpec,
@@ -203,39 +208,40 @@ impl ModelShape {
         }
     }
 
-    /// A decoder of equal layers. Norms and biases are left out.
-    pub fn uniform(name: &str, of: &Uniform) -> ModelShape {
-        let (q, kv) = (of.heads * of.head_dim, of.kv_heads * of.head_dim);
-        let cache = cached(of.kv, of.kv_heads, (of.head_dim, of.head_dim));
-        let matrices = of.hidden * (2 + usize::from(of.gated)) * of.ffn;
-        let divided = Part { ops: LAYER_OPS, sums: 2.0, ..matrix(of.weights, matrices) };
-        let of_queries = Part { macs_per_position: 2.0 * q as f64, ..matrix(of.weights, of.hidden * 2 * q) };
-        let of_kv = Part { kv: cache, ..matrix(of.weights, of.hidden * 2 * kv) };
+    /// Returns the shape of a decoder with identical layers. Norms and biases are ignored.
+    pub fn uniform(name: &str, sizes: &Uniform) -> ModelShape {
+        let (q, kv) = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim);
+        let cache = cached(sizes.kv, sizes.kv_heads, (sizes.head_dim, sizes.head_dim));
+        let matrices = sizes.hidden * (2 + usize::from(sizes.gated)) * sizes.ffn;
+        let divided = Part { ops: LAYER_OPS, sums: 2.0, ..matrix(sizes.weights, matrices) };
+        let of_queries =
+            Part { macs_per_position: 2.0 * q as f64, ..matrix(sizes.weights, sizes.hidden * 2 * q) };
+        let of_kv = Part { kv: cache, ..matrix(sizes.weights, sizes.hidden * 2 * kv) };
         let deal = Deal {
-            heads: of.heads,
-            kv_heads: of.kv_heads,
-            v_dim: of.head_dim,
-            block: of.weights.row().block_elements,
+            heads: sizes.heads,
+            kv_heads: sizes.kv_heads,
+            v_dim: sizes.head_dim,
+            block: sizes.weights.row().block_elements,
         };
         let layer = Unit { divided, of_queries, of_kv, deal: Some(deal) };
-        let table = matrix(of.weights, of.vocab * of.hidden);
+        let table = matrix(sizes.weights, sizes.vocab * sizes.hidden);
         let (embedding, head) = (looked_up(table), Part { ops: 2.0, ..table });
-        let decoder = StackShape { embedding, layers: vec![layer; of.layers], head };
+        let decoder = StackShape { embedding, layers: vec![layer; sizes.layers], head };
         ModelShape {
             name: name.to_owned(),
-            hidden: of.hidden,
-            vocab: of.vocab,
+            hidden: sizes.hidden,
+            vocab: sizes.vocab,
             encoder: None,
             decoder: Some(decoder),
-            tables: Vec::from_iter(of.tied.then_some(Table {
+            tables: Vec::from_iter(sizes.tied.then_some(Table {
                 first: 0,
-                last: of.layers - 1,
+                last: sizes.layers - 1,
                 stored: table.stored,
             })),
         }
     }
 
-    /// The encoder's layers, then the decoder's.
+    /// Returns the number of layers of both stacks.
     pub fn layers(&self) -> usize {
         self.encoder_layers() + self.decoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
@@ -244,7 +250,8 @@ impl ModelShape {
         self.encoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
 
-    /// Every layer with what stands before or behind it, which goes where the layer goes.
+    /// Returns the cost of every layer, including the embedding or head that is placed with it; encoder
+    /// layers come first.
     pub fn units(&self) -> Vec<Unit> {
         let mut units: Vec<Unit> = Vec::new();
         for stack in self.encoder.iter().chain(&self.decoder) {
@@ -256,20 +263,22 @@ impl ModelShape {
         units
     }
 
-    /// Bytes of the weights that `units` have twice and a device holds once.
+    /// Returns the bytes of weights that are counted twice in the layers `units` but held once by a device
+    /// with all of them.
     pub fn stored_twice(&self, units: &Range<usize>) -> f64 {
         let both = |table: &&Table| units.contains(&table.first) && units.contains(&table.last);
         self.tables.iter().filter(both).map(|table| table.stored).sum()
     }
 
-    /// Bytes of all weights.
+    /// Returns the size of all weights in bytes.
     pub fn stored(&self) -> f64 {
         let units = self.units();
         units.iter().map(|unit| unit.whole().stored).sum::<f64>() - self.stored_twice(&(0..units.len()))
     }
 }
 
-/// Norms, rotary positions, storing, attention, activation, residuals and the products of a layer.
+/// Number of operations in a layer: norms, rotary positions, KV store, attention, activation, residuals and
+/// GEMMs.
 const LAYER_OPS: f64 = 16.0;
 
 fn bytes(ty: QuantType, numbers: usize) -> f64 {
@@ -277,35 +286,35 @@ fn bytes(ty: QuantType, numbers: usize) -> f64 {
     numbers as f64 * row.block_bytes as f64 / row.block_elements as f64
 }
 
-/// K and V of one position, as a cache of that type takes them.
+/// Returns the size of K and V of one position in a cache of that format, in bytes.
 fn cached(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize)) -> f64 {
     let layout = KvLayout { ty, pages: 1, page_positions: KvLayout::BLOCK, kv_heads, k_dim, v_dim };
     layout.position_bytes().map_or(f64::INFINITY, |bytes| bytes as f64)
 }
 
-/// A matrix that every row is multiplied with.
+/// Returns the cost of a matrix that every row is multiplied by.
 fn matrix(ty: QuantType, numbers: usize) -> Part {
     let stored = bytes(ty, numbers);
     Part { stored, read: stored, read_max: stored, macs: numbers as f64, ..Part::default() }
 }
 
-/// A matrix of which each row takes one of its own.
+/// Returns the cost of a lookup table, of which each row reads one row.
 fn looked_up(table: Part) -> Part {
     Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 1.0, sums: 1.0, ..table }
 }
 
-/// Numbers that are kept in single precision and cost nothing else.
+/// Returns the cost of F32 values that only take memory and bandwidth.
 fn vector(numbers: usize) -> Part {
     let stored = bytes(QuantType::F32, numbers);
     Part { stored, read: stored, read_max: stored, ..Part::default() }
 }
 
-/// K and V of a source, which are made once: no step of a token does it again.
+/// Removes the costs per step: cross-attention K and V are computed once, not in each decode step.
 fn made_once(products: Part) -> Part {
     Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 0.0, ..products }
 }
 
-/// How the tensors and the cache are stored.
+/// Computes costs from the storage formats of tensors and cache.
 struct Sizes<'a> {
     stored: &'a dyn Fn(&Piece) -> QuantType,
     kv: QuantType,
@@ -327,14 +336,14 @@ impl Sizes<'_> {
         matrix((self.stored)(piece), piece.shape.iter().product())
     }
 
-    /// Every table that stands in one unit and then in a further one, as the model's loading shares them: by name.
+    /// Returns every table that several layers have in common. Like loading, this compares names.
     fn tables(&self, spec: &ModelSpec) -> Vec<Table> {
         let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &Piece)>::new(), 0);
         for stack in spec.encoder.iter().chain(&spec.decoder) {
             let (first, last) = (at, at + stack.layers.len() - 1);
             at = last + 1;
             let embedding = stack.embedding.as_ref().map(|embedding| (first, &embedding.table));
-            // Rows that are brought to length 1 are the head's own.
+            // Normalized rows are a separate matrix of the head.
             let head = stack.head.as_ref().filter(|head| !head.normalised).map(|head| (last, &head.table));
             for (unit, piece) in embedding.into_iter().chain(head) {
                 let stored = self.table(piece).stored;
@@ -361,27 +370,27 @@ impl Sizes<'_> {
         }
     }
 
-    fn attention(&self, of: &AttentionSpec) -> Unit {
+    fn attention(&self, spec: &AttentionSpec) -> Unit {
         let between = Part {
-            macs_per_position: (of.q_width() + of.out_width()) as f64,
+            macs_per_position: (spec.q_width() + spec.out_width()) as f64,
             ops: 5.0,
             sums: 1.0,
             ..Part::default()
         };
-        let qk_norms = of.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
-        let cache = Part { kv: cached(self.kv, of.kv_heads, (of.k_dim, of.v_dim)), ..Part::default() };
-        let block = (self.stored)(&of.o.weight).row().block_elements;
+        let qk_norms = spec.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
+        let cache = Part { kv: cached(self.kv, spec.kv_heads, (spec.k_dim, spec.v_dim)), ..Part::default() };
+        let block = (self.stored)(&spec.o.weight).row().block_elements;
         Unit {
             divided: qk_norms,
-            of_queries: self.linear(&of.q) + self.linear(&of.o) + between,
-            of_kv: self.linear(&of.k) + self.linear(&of.v) + cache,
-            deal: Some(Deal::of(of, block)),
+            of_queries: self.linear(&spec.q) + self.linear(&spec.o) + between,
+            of_kv: self.linear(&spec.k) + self.linear(&spec.v) + cache,
+            deal: Some(Deal::of(spec, block)),
         }
     }
 
-    fn mlp(&self, of: &MlpSpec) -> Part {
+    fn mlp(&self, spec: &MlpSpec) -> Part {
         let sum = Part { sums: 1.0, ops: 2.0, ..Part::default() };
-        match of {
+        match spec {
             MlpSpec::Dense(dense) => self.dense(dense) + sum,
             MlpSpec::Experts(moe) => {
                 let experts: Part = moe.experts.iter().map(|expert| self.dense(expert)).sum();
@@ -399,22 +408,22 @@ impl Sizes<'_> {
         }
     }
 
-    fn dense(&self, of: &DenseSpec) -> Part {
-        [&of.gate, &of.down].into_iter().chain(&of.up).map(|linear| self.linear(linear)).sum()
+    fn dense(&self, spec: &DenseSpec) -> Part {
+        [&spec.gate, &spec.down].into_iter().chain(&spec.up).map(|linear| self.linear(linear)).sum()
     }
 
-    fn linear(&self, of: &LinearSpec) -> Part {
-        let bias = if of.bias.is_some() { of.out } else { 0 };
-        Part { ops: 1.0, ..matrix((self.stored)(&of.weight), of.out * of.inp) + vector(bias) }
+    fn linear(&self, spec: &LinearSpec) -> Part {
+        let bias = if spec.bias.is_some() { spec.out } else { 0 };
+        Part { ops: 1.0, ..matrix((self.stored)(&spec.weight), spec.out * spec.inp) + vector(bias) }
     }
 }
 
-fn norms(of: &Norms) -> Part {
-    of.pre.iter().chain(&of.out).chain(&of.post).map(norm).sum()
+fn norms(spec: &Norms) -> Part {
+    spec.pre.iter().chain(&spec.out).chain(&spec.post).map(norm).sum()
 }
 
-fn norm(of: &NormSpec) -> Part {
-    let numbers = of.width * (1 + usize::from(of.bias.is_some()));
+fn norm(spec: &NormSpec) -> Part {
+    let numbers = spec.width * (1 + usize::from(spec.bias.is_some()));
     Part { ops: 1.0, ..vector(numbers) }
 }
 

@@ -11,7 +11,7 @@ fn of_file(path: &str) -> (ModelSource, ModelShape) {
     (source, shape)
 }
 
-/// Each stored number is in one layer, the embedding or the head, up to norms that stand behind the last layer.
+/// Each stored value belongs to one layer, the embedding or the head, except for the final norm.
 #[test]
 fn a_models_parts_make_up_its_files() {
     for fixture in ["gqa", "biased", "mha", "tied"] {
@@ -26,7 +26,8 @@ fn a_models_parts_make_up_its_files() {
     }
 }
 
-/// A device with both ends of a model holds what they share once; devices that have one each, both.
+/// A device with both ends of a model holds their common table once; two devices with one end each hold it
+/// twice.
 #[test]
 fn a_shared_table_is_twice_in_the_units_that_have_it() {
     let (source, shape) = of_file("tests/fixtures/tied");
@@ -38,7 +39,7 @@ fn a_shared_table_is_twice_in_the_units_that_have_it() {
     assert!(of_file("tests/fixtures/gqa").1.tables.is_empty());
 }
 
-/// 41.3 billion parameters, as its card says.
+/// The model card gives 41.3 billion parameters.
 #[test]
 fn the_papers_model_has_its_size() {
     let shape = ModelShape::uniform("falcon-40b", &FALCON_40B);
@@ -46,8 +47,8 @@ fn the_papers_model_has_its_size() {
     assert_eq!(shape.layers(), 60);
 }
 
-/// A layer's heads and cache are those of the shard, whatever the shares: one KV head is on all members that have query heads of
-/// it, and three members cannot have a third of four heads each.
+/// A layer's heads and cache match those of the shard for any shares: one KV head is replicated on all ranks
+/// with query heads of it, and three ranks cannot have a third of four heads each.
 #[test]
 fn members_have_the_heads_of_their_shards() {
     for (fixture, shares) in [
@@ -68,7 +69,7 @@ fn members_have_the_heads_of_their_shards() {
             let cut = cut.decoder.unwrap().layers[0].whole();
             let what = format!("{fixture} by {shares:?}, {rank}: {own:?} {cut:?}");
             assert_eq!((own.kv, own.macs_per_position), (cut.kv, cut.macs_per_position), "{what}");
-            // Beside norms, which are on all.
+            // Except for norms, which are replicated.
             assert!((own.stored / cut.stored - 1.0).abs() < 0.05, "{what}");
         }
     }
@@ -78,7 +79,7 @@ fn members_have_the_heads_of_their_shards() {
 fn a_row_reads_the_experts_it_is_sent_to_and_many_rows_all() {
     let part = Part { stored: 100.0, read: 20.0, read_per_row: 10.0, read_max: 100.0, ..Part::default() };
     assert_eq!([1.0, 2.0, 80.0].map(|rows| part.bytes_read(rows)), [30.0, 40.0, 100.0]);
-    // An embedding beside them is looked up, and never read.
+    // An embedding in the same stage is looked up and not streamed.
     let stage = looked_up(matrix(QuantType::F32, 100)) + part;
     assert_eq!([1.0, 80.0].map(|rows| stage.bytes_read(rows)), [30.0, 100.0]);
     assert_eq!(stage.stored, 500.0);

@@ -1,15 +1,16 @@
-//! How fast a partition is, from sizes and speeds alone.
+//! Forecasts how fast a partition is, from sizes and speeds alone.
 //!
-//! A device takes for its part of a layer, at b rows over c positions each,
+//! For its part of a layer, with b rows over c positions each, a device takes
 //!
 //! ```text
 //! max((weights + K and V) / bandwidth, 2 x multiplications / flops) + operations x op_seconds
 //! ```
 //!
-//! In a stage of m members each takes in what the m - 1 others have, twice a layer: (m - 1) messages of (b, hidden) numbers.
-//! What a stage hands to the next is one such message for each member there, and the stage waits until they are sent; where
-//! only an encoder's layers lie behind it, a token has no rows yet, and the message is empty. So a step takes the sum of all stages' times, and of n lanes there comes a step in each n-th of that, but no faster than the
-//! slowest stage allows.
+//! In a stage of m ranks, each rank receives the results of the m - 1 others twice per layer: (m - 1)
+//! messages of (b, hidden) values. A stage sends one such message to each rank of the next stage and waits
+//! until they are sent; after a stage that has only encoder layers, a decoded token has no rows yet, and the
+//! message is empty. So a step takes the sum of all stages' times. With n lanes (micro-batches in flight), the
+//! interval between steps is that sum divided by n, but at least the time of the slowest stage.
 //!
 //! Invariant: more of anything (bytes, rows, latency) is never faster.
 
@@ -18,38 +19,38 @@ use super::shape::{ModelShape, Part, Unit};
 use crate::model::partition::{Partition, Stage};
 use std::ops::Range;
 
-/// What is decoded.
+/// The workload of a decode step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Load {
-    /// Sequences of one step.
+    /// Number of sequences in one step.
     pub batch: usize,
-    /// Positions that each has in the cache.
+    /// Cached positions of each sequence.
     pub context: usize,
-    /// Sequences that the cache has room for.
+    /// Number of sequences that fit into the cache.
     pub sequences: usize,
 }
 
-/// What comes of it.
+/// The predicted speed and memory use of a partition.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Forecast {
-    /// Tokens per second of a sequence that is alone.
+    /// Tokens per second of a single sequence.
     pub decode_speed: f64,
-    /// Tokens per second of all sequences, one step after the other.
+    /// Tokens per second of all sequences, with one step at a time.
     pub throughput_one_lane: f64,
-    /// The same with as many steps in flight as there are stages.
+    /// Tokens per second of all sequences, with as many steps in flight as there are stages.
     pub throughput_lanes: f64,
-    /// Seconds of each stage for its part of a step, alone on the machine.
+    /// Time of each stage for its part of a step in seconds, with all other stages idle.
     pub stage_seconds: Vec<f64>,
-    /// Bytes that each device holds, weights and cache, stage by stage, by rank.
+    /// Bytes that each device holds, weights and cache, by stage and rank.
     pub bytes: Vec<Vec<f64>>,
-    /// Whether each has the memory for them.
+    /// Whether each device has enough memory.
     pub fits: bool,
 }
 
-/// Bytes of a number on its way between devices.
+/// Size of a value that is sent between devices, in bytes.
 const NUMBER: f64 = 4.0;
 
-/// What `partition` comes to on `hardware`, whose devices are taken in order.
+/// Forecasts the speed of `partition` on `hardware`, whose devices are used in order.
 pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, load: Load) -> Forecast {
     let machine = Machine { model, partition, hardware, shares: shares(model, partition) };
     let stages = 0..partition.stages.len();
@@ -70,21 +71,21 @@ pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, 
     }
 }
 
-/// Whether each device has room for its own, and all of them for theirs.
+/// Returns whether each device has enough memory, and the shared memory has enough for all.
 fn fits(bytes: &[Vec<f64>], hardware: &Hardware) -> bool {
     let held = || bytes.iter().flatten();
     let each = held().enumerate().all(|(number, bytes)| *bytes <= hardware.device(number).memory);
     each && held().sum::<f64>() <= hardware.together.memory
 }
 
-/// A member's part of the model.
+/// The costs of one rank's part of the model.
 struct Share {
     held: Part,
-    /// What a token goes through: of a model with an encoder before its decoder, only the latter.
+    /// Cost of decoding a token: in a model with encoder and decoder, only the decoder.
     decoding: Part,
 }
 
-/// What each device has, stage by stage, by rank.
+/// Returns the costs of each device, by stage and rank.
 fn shares(model: &ModelShape, partition: &Partition) -> Vec<Vec<Share>> {
     let (units, mut end) = (model.units(), 0);
     let first_decoding = if model.decoder.is_some() { model.encoder_layers() } else { 0 };
@@ -104,7 +105,7 @@ fn shares(model: &ModelShape, partition: &Partition) -> Vec<Vec<Share>> {
     partition.stages.iter().map(&mut of_stage).collect()
 }
 
-/// What members with those shares have of all these, by rank.
+/// Returns the total costs of these layers for ranks with these shares.
 fn of_members(units: &[Unit], shares: &[u32]) -> Vec<Part> {
     let nothing = vec![Part::default(); shares.len()];
     units.iter().fold(nothing, |sums, unit| {
@@ -116,18 +117,18 @@ struct Machine<'a> {
     model: &'a ModelShape,
     partition: &'a Partition,
     hardware: &'a Hardware,
-    /// Stage by stage, by rank.
+    /// The costs by stage and rank.
     shares: Vec<Vec<Share>>,
 }
 
 impl Machine<'_> {
-    /// Of a step that has the machine to itself.
+    /// Returns the time of a step that runs alone, in seconds.
     fn step_seconds(&self, load: Load) -> f64 {
         let alone = |stage: usize| self.stage_seconds(stage, load, self.of_stage(stage));
         (0..self.shares.len()).map(alone).sum::<f64>() + self.hardware.turn_seconds
     }
 
-    /// Of one stage, while the devices `busy` read their memory.
+    /// Returns the time of one stage in seconds while the devices `busy` read their memory.
     fn stage_seconds(&self, stage: usize, load: Load, busy: Range<usize>) -> f64 {
         let each = self.bandwidth_each(busy);
         let slowest = self.of_stage(stage).zip(&self.shares[stage]).map(|(number, share)| {
@@ -138,8 +139,8 @@ impl Machine<'_> {
         slowest.fold(0.0, f64::max) + self.merging_seconds(stage, load) + self.sending_seconds(stage, load)
     }
 
-    /// What each of the devices `busy` has at most of a memory that all share: the same for all, and what slow ones leave
-    /// is the others'.
+    /// Returns the maximum bandwidth of each of the devices `busy` in a shared memory: it is divided evenly,
+    /// and what slow devices do not use is left to the others.
     fn bandwidth_each(&self, busy: Range<usize>) -> f64 {
         let mut speeds: Vec<f64> = busy.map(|number| self.hardware.device(number).bandwidth).collect();
         speeds.sort_by(f64::total_cmp);
@@ -154,7 +155,8 @@ impl Machine<'_> {
         f64::INFINITY
     }
 
-    /// Each member takes in what the others have, one after another; behind the head, their parts of the vocabulary.
+    /// Returns the time of the all-reduces of a stage in seconds: each rank receives the others' results one
+    /// after another, and after the head their parts of the logits.
     fn merging_seconds(&self, stage: usize, load: Load) -> f64 {
         let (members, rows) = (self.shares[stage].len() as f64, load.batch as f64);
         let others = members - 1.0;
@@ -164,13 +166,14 @@ impl Machine<'_> {
         let gathered =
             if is_last && members > 1.0 { others * self.hardware.within.seconds(logits) } else { 0.0 };
         match self.shares[stage][0].decoding.sums {
-            // A stage that has no rows meets all the same, over one number, so that no member is ahead.
+            // A stage without rows still synchronizes over one value, so that no rank runs ahead.
             0.0 => others * self.hardware.within.seconds(NUMBER),
             sums => sums * sum + gathered,
         }
     }
 
-    /// To each member of the next stage. A token has no rows before the decoder's first layer.
+    /// Returns the time to send the activations to each rank of the next stage, in seconds. A token has no
+    /// rows before the decoder's first layer.
     fn sending_seconds(&self, stage: usize, load: Load) -> f64 {
         let next = self.shares.get(stage + 1).map_or(0, Vec::len);
         let mut so_far = self.partition.stages[..=stage].iter();
@@ -186,7 +189,7 @@ impl Machine<'_> {
         self.shares.iter().map(|stage| stage.iter().map(held).collect()).collect()
     }
 
-    /// The numbers of a stage's devices.
+    /// Returns the numbers of a stage's devices.
     fn of_stage(&self, stage: usize) -> Range<usize> {
         let first = self.partition.stages[..stage].iter().map(|stage| stage.members.len()).sum();
         first..first + self.shares[stage].len()
@@ -197,7 +200,7 @@ impl Machine<'_> {
     }
 }
 
-/// Of a device for its part of a step.
+/// Returns the time of a device for its part of a step, in seconds.
 fn seconds(part: Part, device: Device, load: Load) -> f64 {
     let (rows, positions) = (load.batch as f64, load.context as f64);
     let read = part.bytes_read(rows) + part.kv * rows * positions;

@@ -4,7 +4,7 @@ use super::*;
 use crate::model::partition::Member;
 use crate::model::shard::{Deal, ExpertSplit};
 
-/// n stages of m members, the layers evenly divided.
+/// Returns a partition of n stages with m ranks, with the layers evenly split.
 fn even(model: &ModelShape, stages: usize, members: usize) -> Partition {
     let each = model.layers() / stages;
     let member = Member { device: "it".to_owned(), share: 1 };
@@ -18,7 +18,8 @@ fn even(model: &ModelShape, stages: usize, members: usize) -> Partition {
 
 const ONE: Load = Load { batch: 1, context: 128, sequences: 4 };
 
-/// The orderings of Shi et al. 2024, Table 5. The table with the model's figures beside the paper's is printed.
+/// Checks the orderings of Shi et al. 2024, Table 5, and prints the table with the forecast next to the
+/// paper's figures.
 #[test]
 fn table_5() {
     let model = ModelShape::uniform("falcon-40b", &FALCON_40B);
@@ -36,20 +37,20 @@ fn table_5() {
     assert!(layer.throughput_lanes > hybrid.throughput_lanes);
     assert!(hybrid.throughput_lanes > tensor.throughput_lanes);
     assert!(tensor.decode_speed >= hybrid.decode_speed && hybrid.decode_speed > layer.decode_speed);
-    // Without lanes, all but one stage wait.
+    // With a single lane, all stages but one are idle.
     assert!(layer.throughput_one_lane < tensor.throughput_one_lane);
     let single = forecast(&model, &even(&model, 1, 1), &v100x4(), ONE);
-    assert!(!single.fits, "80 GB are not 32");
+    assert!(!single.fits, "80 GB do not fit into 32 GB");
 }
 
-/// Layers of such a part each, and nothing around them.
+/// Returns a stack of layers with this cost, without embedding and head.
 fn of_layers(number: usize, divided: Part) -> StackShape {
     let layer = Unit { divided, ..Unit::default() };
     StackShape { embedding: Part::default(), layers: vec![layer; number], head: Part::default() }
 }
 
-/// By hand: a model of two layers of 100 bytes and 10 multiplications, on devices of 100 bytes and 1000 operations a
-/// second.
+/// A model of two layers with 100 bytes and 10 multiplications each, on devices with 100 bytes and 1000
+/// operations per second, for which times can be computed by hand.
 fn by_hand() -> (ModelShape, Hardware) {
     let layer =
         Part { stored: 100.0, read: 100.0, read_max: 100.0, macs: 10.0, sums: 2.0, ..Part::default() };
@@ -81,31 +82,32 @@ fn near(a: f64, b: f64) -> bool {
 fn times_are_those_worked_out_by_hand() {
     let (model, hardware) = by_hand();
     let load = Load { batch: 1, context: 0, sequences: 1 };
-    // Two seconds of reading; a message of 20 bytes takes 0.5 or 0.75 seconds.
+    // Two seconds of reading; a message of 20 bytes takes 0.75 seconds between stages and 0.5 within one.
     let one = forecast(&model, &even(&model, 1, 1), &hardware, load);
     assert!(near(one.decode_speed, 0.5) && !one.fits, "{one:?}");
     let layers = forecast(&model, &even(&model, 2, 1), &hardware, load);
     assert!(near(layers.decode_speed, 1.0 / 2.75) && layers.fits, "{layers:?}");
     assert!(near(layers.stage_seconds[0], 1.75) && near(layers.stage_seconds[1], 1.0), "{layers:?}");
     assert!(near(layers.throughput_one_lane, 1.0 / 2.75) && near(layers.throughput_lanes, 1.0 / 1.75));
-    // Half the reading, and four sums of one message each; there is no vocabulary, but its message.
+    // Half the reading, and four all-reduces of one message each; the vocabulary is empty, but its message is
+    // still sent.
     let tensors = forecast(&model, &even(&model, 1, 2), &hardware, load);
     assert!(near(tensors.decode_speed, 1.0 / (1.0 + 4.0 * 0.5 + 0.25)), "{tensors:?}");
     assert!(near(tensors.throughput_lanes, tensors.throughput_one_lane));
-    // A hundred rows: 1000 multiplications a layer, 2000 operations, two seconds each.
+    // A hundred rows: 1000 multiplications per layer, which are 2000 operations and take two seconds.
     let many = forecast(&model, &even(&model, 1, 1), &hardware, Load { batch: 100, ..load });
     assert!(near(many.throughput_one_lane, 25.0), "{many:?}");
 }
 
-/// Devices that share a memory are no faster together than it is.
+/// Devices that share a memory are together not faster than that memory.
 #[test]
 fn a_shared_memory_bounds_all_that_read_at_once() {
     let (model, hardware) = by_hand();
     let load = Load { batch: 1, context: 0, sequences: 1 };
     let shared = Hardware { together: Together { bandwidth: 100.0, memory: 150.0 }, ..hardware };
     let layers = forecast(&model, &even(&model, 2, 1), &shared, load);
-    assert!(!layers.fits, "each has room for its own, but not both in one memory");
-    // Alone each stage is as fast as ever; with both at work, each has half the speed.
+    assert!(!layers.fits, "each part fits, but not both in one memory");
+    // Alone, each stage has full speed; with both busy, each has half the speed.
     assert!(near(layers.decode_speed, 1.0 / 2.75), "{layers:?}");
     assert!(near(layers.throughput_lanes, 1.0 / 2.75), "{layers:?}");
     let tensors = forecast(&model, &even(&model, 1, 2), &shared, load);
@@ -122,12 +124,12 @@ fn what_is_held_is_weights_and_cache() {
     let mut partition = even(&model, 1, 2);
     partition.stages[0].members[0].share = 3;
     let forecast = forecast(&model, &partition, &hardware, load);
-    // 2 x (100 + 4 x 20), three quarters of it on the first.
+    // 2 x (100 + 4 x 20), three quarters of it on the first device.
     assert_eq!(forecast.bytes, [[270.0, 90.0]]);
     assert!(!forecast.fits);
 }
 
-/// What one device has of two is its own: the fast ones share what the slow one leaves.
+/// Fast devices share the bandwidth that slow ones do not use.
 #[test]
 fn slow_devices_leave_the_shared_memory_to_fast_ones() {
     let (model, hardware) = by_hand();
@@ -139,10 +141,10 @@ fn slow_devices_leave_the_shared_memory_to_fast_ones() {
         between: Link { latency: 0.0, bandwidth: f64::INFINITY },
         ..hardware
     };
-    // 100 bytes at 100 and at 20 bytes a second, as each would alone.
+    // 100 bytes at 100 and at 20 bytes per second, as each device would alone.
     let layers = forecast(&model, &even(&model, 2, 1), &mixed, load);
     assert!(near(layers.throughput_lanes, 0.2) && near(layers.decode_speed, 1.0 / 6.0), "{layers:?}");
-    // 80 of 100 bytes a second are left for the first.
+    // 80 of 100 bytes per second are left for the first device.
     let narrow = Hardware { together: Together { bandwidth: 100.0, ..mixed.together }, ..mixed };
     let partition = even(&model, 2, 1);
     let machine = Machine {
@@ -154,8 +156,8 @@ fn slow_devices_leave_the_shared_memory_to_fast_ones() {
     assert!(near(machine.bandwidth_each(0..2), 80.0));
 }
 
-/// Of four heads, three members have two, one and one, and all wait for the first. By 1 to 1 to 4, eight heads on two KV heads
-/// are two, two and four, and each member has one KV head.
+/// Four heads are split over three ranks as two, one and one, and all ranks wait for the first. With shares
+/// 1:1:4, eight heads on two KV heads are split as two, two and four, and each rank has one KV head.
 #[test]
 fn members_have_whole_heads() {
     let (mut model, hardware) = by_hand();
@@ -183,7 +185,7 @@ fn members_have_whole_heads() {
     assert_eq!(by_shares.bytes, [[88.0, 88.0, 168.0]]);
 }
 
-/// A token has no rows in an encoder's stages, so what these hand on is empty.
+/// A decoded token has no rows in encoder stages, so their messages are empty.
 #[test]
 fn an_encoders_stage_hands_on_nothing_of_a_token() {
     let (decoder, hardware) = by_hand();
@@ -193,17 +195,17 @@ fn an_encoders_stage_hands_on_nothing_of_a_token() {
         (partition.stages[stage].encoder, partition.stages[stage].decoder) = (encoder, decoder);
     }
     let forecast = forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
-    // The latency alone; a second of reading, the latency and 20 bytes; a second.
+    // The latency alone; one second of reading, the latency and 20 bytes; one second.
     let stages = [0.5, 1.75, 1.0];
     assert!(forecast.stage_seconds.iter().zip(stages).all(|(a, b)| near(*a, b)), "{forecast:?}");
-    // Two members meet over one number.
+    // Two ranks synchronize over one value.
     partition.stages[0].members.push(Member { device: "cpu:3".into(), share: 1 });
     let met = self::forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
     assert!(near(met.stage_seconds[0], 0.5 + hardware.within.seconds(4.0)), "{met:?}");
     assert!(hardware.within.seconds(4.0) > 0.0);
 }
 
-/// An encoder is held by its devices, and no token goes through it.
+/// An encoder takes memory, but decoded tokens do not pass through it.
 #[test]
 fn tokens_go_through_the_decoder_alone() {
     let (decoder, hardware) = by_hand();
@@ -224,7 +226,8 @@ fn tokens_go_through_the_decoder_alone() {
     assert!(near(alone.decode_speed, 1.0 / 1.5), "{alone:?}");
 }
 
-/// Both ends of a model have the same table of 30 bytes: one device holds it once, and two members half of it each.
+/// Both ends of a model share a table of 30 bytes: one device holds it once, and two ranks hold half of it
+/// each.
 #[test]
 fn a_shared_table_is_held_once() {
     let (mut model, hardware) = by_hand();
@@ -239,7 +242,7 @@ fn a_shared_table_is_held_once() {
     assert_eq!(bytes(2, 1), [[130.0], [130.0]]);
 }
 
-/// One KV head on four members: each has it, its cache and its reads.
+/// One KV head on four ranks: each has a copy, with its cache and reads.
 #[test]
 fn replicated_kv_heads_are_held_by_all_members() {
     let (mut model, hardware) = by_hand();

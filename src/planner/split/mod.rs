@@ -1,6 +1,7 @@
-//! From what is asked for to a partition: the layers of each stage, the share of each member; or why there is none.
+//! Computes a partition from a device configuration: the layers of each stage and the share of each rank, or
+//! the reason why it is impossible.
 //!
-//! Invariant: a partition that comes from here can be loaded as it is, and so can the nearest one that a refusal names.
+//! Invariant: a returned partition can be loaded as it is, and so can the nearest one that an error suggests.
 
 use super::balance::balanced;
 use super::shape::{ModelShape, Unit};
@@ -9,34 +10,34 @@ use crate::model::partition::{Member, Partition, Stage};
 use crate::model::shard::{ExpertSplit, Shard};
 use std::ops::Range;
 
-/// What is known of a device before anything is on it.
+/// Speed and free memory of a device before anything is loaded on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Place {
-    /// Bytes of weights that it goes through in a second. Only how it compares with the others counts.
+    /// Bytes of weights processed per second. Only the ratio to other devices matters.
     pub speed: f64,
-    /// Bytes that it has for weights; infinite where it has none of its own.
+    /// Bytes available for weights; infinite if the device has no memory of its own.
     pub memory: f64,
 }
 
-/// Why a shard cannot be made.
+/// The reason why a shard is impossible, and the limit it exceeds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unfit {
-    /// In words that go on from "has 3 members, but".
+    /// Text that continues "has 3 ranks, but".
     pub reason: String,
-    /// Most members of a stage that there can be.
+    /// Maximum number of ranks of the stage.
     pub members_max: usize,
 }
 
-/// Why a model cannot be divided as asked. Each names its key, and the nearest that is possible, where there is one; where
-/// memory is too small, there is none.
+/// Reasons why a model cannot be split as configured. Each message names its key and the nearest possible
+/// value, if there is one; there is none if memory is insufficient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; {nearest}",
             if *.layers == 1 { "layer" } else { "layers" })]
     Stages { asked: String, stages: usize, layers: usize, nearest: String },
-    #[error("device.groups: stage {stage} of {asked} has {members} members, but {reason}; {nearest}")]
+    #[error("device.groups: stage {stage} of {asked} has {members} ranks, but {reason}; {nearest}")]
     Members { asked: String, stage: usize, members: usize, reason: String, nearest: String },
-    #[error("device.layers: {asked:?} makes {sum} layers, but the model has {layers}; {nearest}")]
+    #[error("device.layers: {asked:?} adds up to {sum} layers, but the model has {layers}; {nearest}")]
     Layers { asked: Vec<usize>, sum: usize, layers: usize, nearest: String },
     #[error(
         "device.groups: no split of the model's {layers} layers into {asked} fits the memory of each device"
@@ -44,7 +45,8 @@ pub enum Refusal {
     Memory { asked: String, layers: usize },
 }
 
-/// Divides a model as `config` asks; what it leaves open goes by what the devices are. `fits` is asked of every shard.
+/// Splits a model as configured by `config`. What the configuration leaves open is chosen by the speed and
+/// memory of the devices. `fits` checks every shard.
 pub fn partition(
     config: &DeviceConfig,
     model: &ModelShape,
@@ -55,14 +57,14 @@ pub fn partition(
     divider.partition(config).map_err(|obstacle| divider.refusal(config, obstacle))
 }
 
-/// What is in the way of a partition.
+/// The reason why a partition is impossible.
 enum Obstacle {
     /// More stages than layers.
     Stages,
-    /// Counts that make another number of layers.
+    /// Layer counts that do not add up to the number of layers.
     Layers,
     Memory,
-    /// Members that a stage cannot have.
+    /// More ranks than a stage can have.
     Members {
         stage: usize,
         unfit: Unfit,
@@ -95,8 +97,9 @@ impl Divider<'_> {
         Ok(partition)
     }
 
-    /// The split whose slowest stage is fastest. A stage is as fast as its slowest member, and has no more than each can hold
-    /// of it. An encoder's layers count as a decoder's do: while some sequences decode, the sources of others are read.
+    /// Returns the layer counts for which the slowest stage is fastest. A stage is as fast as its slowest
+    /// rank and has at most what each rank can hold. Encoder layers count like decoder layers, because inputs
+    /// of new sequences are encoded while others decode.
     fn by_speed(&self, config: &DeviceConfig) -> Option<Vec<usize>> {
         let units = self.model.units();
         let bearers = |(stage, devices): (usize, &Vec<DeviceName>)| {
@@ -131,7 +134,8 @@ impl Divider<'_> {
         }
     }
 
-    /// The counts that are possible, in words; where none are near those asked for, the groups.
+    /// Describes the nearest possible layer counts; if there are none near the configured ones, the nearest
+    /// groups.
     fn nearest_counts(&self, config: &DeviceConfig) -> String {
         let layers = nearest_sum(&config.layers, self.model.layers());
         match self.partition(&DeviceConfig { layers: layers.clone(), ..config.clone() }) {
@@ -140,8 +144,9 @@ impl Divider<'_> {
         }
     }
 
-    /// The groups that are possible, in words: members that a stage cannot have go into stages of their own, as far as there
-    /// are layers for those. Counts that are for the groups asked for are said to go.
+    /// Describes the nearest possible groups: ranks beyond a stage's limit move into stages of their own, as
+    /// far as there are layers for these. Also names the keys that must be reset because they belong to the
+    /// configured groups.
     fn nearest(&self, config: &DeviceConfig) -> String {
         let mut groups = config.groups.clone();
         loop {
@@ -154,34 +159,35 @@ impl Divider<'_> {
                 Ok(_) => {
                     return format!("the nearest possible is {}{}", spelled(&groups), left_open(config));
                 }
-                Err(_) => return "nothing near it is possible".to_owned(),
+                Err(_) => return "there is no similar split that is possible".to_owned(),
             }
         }
     }
 }
 
-/// A stage's members in as many stages as it takes for no more than `most` each, two at least.
+/// Splits the ranks of a stage into as few stages as possible, at least two, with at most `most` ranks each.
 fn parted(members: &[DeviceName], most: usize) -> Groups {
     let stages = members.len().div_ceil(most.clamp(1, members.len() - 1));
     members.chunks(members.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
 }
 
-/// What must be left to the program with other groups.
+/// Returns the text that names the keys to reset if the groups change.
 fn left_open(config: &DeviceConfig) -> String {
     let keys = [("device.layers", config.layers.is_empty()), ("device.shares", config.shares.is_empty())];
-    let said = keys.iter().filter(|(_, is_open)| !is_open).map(|(key, _)| format!("{key} = []"));
-    match said.collect::<Vec<_>>().join(" and ") {
+    let reset = keys.iter().filter(|(_, is_open)| !is_open).map(|(key, _)| format!("{key} = []"));
+    match reset.collect::<Vec<_>>().join(" and ") {
         nothing if nothing.is_empty() => nothing,
-        said => format!(", with {said}"),
+        reset => format!(", with {reset}"),
     }
 }
 
-/// A member of a stage that has no layers yet.
+/// The load of one rank of a stage, for any range of layers.
 struct Bearer {
     place: Place,
-    /// Of what is divided by shares.
+    /// The rank's fraction of everything that is split by shares.
     part: f64,
-    /// Bytes that a step reads of what it would have of the first n layers, and that those take.
+    /// Cumulative sums over the first n layers: bytes that the rank reads in a step, and bytes that it
+    /// stores.
     read: Vec<f64>,
     stored: Vec<f64>,
 }
@@ -205,7 +211,8 @@ impl Bearer {
         bearers
     }
 
-    /// Of a step through these layers, of which a device with all has `twice` bytes only once; infinite where they do not fit.
+    /// Returns the relative time of a step through these layers, infinite if they do not fit into memory.
+    /// `twice` is the number of bytes that are counted twice but held once.
     fn time(&self, layers: &Range<usize>, twice: f64) -> f64 {
         let of = |first: &[f64]| first[layers.end] - first[layers.start];
         let stored = of(&self.stored) - twice * self.part;
@@ -213,14 +220,15 @@ impl Bearer {
     }
 }
 
-/// The counts in the same proportions, as far as whole numbers from 1 go.
+/// Scales layer counts to a sum of `layers`, keeping their proportions as well as whole numbers of at least 1
+/// allow.
 fn nearest_sum(asked: &[usize], layers: usize) -> Vec<usize> {
     let sum = asked.iter().sum::<usize>() as f64;
     let wanted = |count: usize| count as f64 * layers as f64 / sum;
     let mut counts: Vec<usize> = asked.iter().map(|count| (wanted(*count) as usize).max(1)).collect();
     let short = |counts: &[usize], stage: usize| wanted(asked[stage]) - counts[stage] as f64;
     let by_want = |counts: &[usize], a: usize, b: usize| short(counts, a).total_cmp(&short(counts, b));
-    // Whoever is furthest below what it should have gets one more; whoever is furthest above, one less.
+    // The stage furthest below its target gets a layer; the stage furthest above loses one.
     while counts.iter().sum::<usize>() < layers {
         let stage =
             (0..counts.len()).rev().max_by(|a, b| by_want(&counts, *a, *b)).expect("there is a stage");
@@ -228,8 +236,9 @@ fn nearest_sum(asked: &[usize], layers: usize) -> Vec<usize> {
     }
     while counts.iter().sum::<usize>() > layers {
         let can_give = (0..counts.len()).filter(|stage| counts[*stage] > 1);
-        let stage =
-            can_give.min_by(|a, b| by_want(&counts, *a, *b)).expect("there are layers for all stages");
+        let stage = can_give
+            .min_by(|a, b| by_want(&counts, *a, *b))
+            .expect("there are at least as many layers as stages");
         counts[stage] -= 1;
     }
     counts

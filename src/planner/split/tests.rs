@@ -4,7 +4,7 @@ use crate::config::{Config, Overrides};
 use crate::model::shard::Deal;
 use mainstem_kernels::QuantType;
 
-/// The model of the paper's Table 4: 40 layers with 32 heads.
+/// The model of Shi et al. 2024, Table 4: 40 layers with 32 heads.
 const TABLE_4: Uniform = Uniform {
     layers: 40,
     hidden: 4096,
@@ -31,7 +31,7 @@ fn alike(_: &DeviceName) -> Place {
     Place { speed: 1.0, memory: f64::INFINITY }
 }
 
-/// As many members as there are heads.
+/// Allows as many ranks as there are heads.
 fn heads(heads: usize) -> impl Fn(&Shard) -> Result<(), Unfit> {
     move |shard| match shard.members() <= heads {
         true => Ok(()),
@@ -81,7 +81,7 @@ fn every_split_has_every_layer_once_and_in_order() {
     }
 }
 
-/// Two members are as fast as two stages. The head is worth most of a layer, and stands behind the last one.
+/// Two ranks are as fast as two stages. The head costs almost as much as a layer, and is with the last one.
 #[test]
 fn stages_get_layers_by_their_speed() {
     let headless = Uniform { vocab: 1, ..TABLE_4 };
@@ -98,7 +98,7 @@ fn stages_get_layers_by_their_speed() {
     let shape = ModelShape::uniform("it", &headless);
     let found = partition(&config, &shape, place, heads(32)).unwrap();
     assert_eq!(layers_of(&found), [30, 10]);
-    // Of the fast one only a third fits.
+    // Only a third fits on the fast device.
     let held: f64 = shape.units().iter().map(|unit| unit.whole().stored).sum();
     let small = |device: &DeviceName| match device.kind.name() {
         "cpu" => Place { memory: held / 3.0, ..place(device) },
@@ -110,7 +110,7 @@ fn stages_get_layers_by_their_speed() {
     assert!(error.contains("no split of the model's 40 layers into cpu:0;reference:0 fits"), "{error}");
 }
 
-/// With three quarters of a stage on one of two equal members, the stage is as slow as that one.
+/// With three quarters of a stage on one of two equal ranks, the stage is as slow as that rank.
 #[test]
 fn unequal_shares_slow_a_stage_down() {
     let settings = [("device.groups", "0&1;2&3"), ("device.shares", "3&1;1&1")];
@@ -144,7 +144,7 @@ fn refusals_give_the_reason_and_the_nearest_possible() {
         ),
         (
             vec![("device.groups", "0;1&2&3")],
-            "device.groups: stage 2 of cpu:0;cpu:1&cpu:2&cpu:3 has 3 members, but the layers have 2 heads; \
+            "device.groups: stage 2 of cpu:0;cpu:1&cpu:2&cpu:3 has 3 ranks, but the layers have 2 heads; \
              the nearest possible is cpu:0;cpu:1&cpu:2;cpu:3",
         ),
         (
@@ -154,16 +154,16 @@ fn refusals_give_the_reason_and_the_nearest_possible() {
         ),
         (
             vec![("device.groups", "0&1&2"), ("device.layers", "4"), ("device.shares", "1&1&1")],
-            "device.groups: stage 1 of cpu:0&cpu:1&cpu:2 has 3 members, but the layers have 2 heads; \
+            "device.groups: stage 1 of cpu:0&cpu:1&cpu:2 has 3 ranks, but the layers have 2 heads; \
              the nearest possible is cpu:0&cpu:1;cpu:2, with device.layers = [] and device.shares = []",
         ),
         (
             vec![("device.groups", "0;1"), ("device.layers", "3,2")],
-            "device.layers: [3, 2] makes 5 layers, but the model has 4; the nearest possible is [2, 2]",
+            "device.layers: [3, 2] adds up to 5 layers, but the model has 4; the nearest possible is [2, 2]",
         ),
         (
             vec![("device.groups", "0;1"), ("device.layers", "20,1")],
-            "device.layers: [20, 1] makes 21 layers, but the model has 4; the nearest possible is [3, 1]",
+            "device.layers: [20, 1] adds up to 21 layers, but the model has 4; the nearest possible is [3, 1]",
         ),
     ] {
         assert_eq!(refused(&settings), message);
@@ -182,7 +182,7 @@ fn the_nearest_counts_sum_up_and_leave_nobody_without() {
     }
 }
 
-/// Of a model whose last layer two cannot share, stages that do not have it stay as they are.
+/// If two ranks cannot share the last layer, only the stage that has it is split.
 #[test]
 fn only_stages_beyond_their_own_bound_are_parted() {
     let fits = |shard: &Shard| match (shard.decoder.end == 6, shard.members()) {
@@ -197,30 +197,36 @@ fn only_stages_beyond_their_own_bound_are_parted() {
     let nearest = |groups| refusal(groups).split_once("nearest possible is ").unwrap().1.to_owned();
     assert_eq!(nearest("0&1&2;3&4"), "cpu:0&cpu:1&cpu:2;cpu:3;cpu:4");
     assert_eq!(nearest("0&1&2"), "cpu:0;cpu:1;cpu:2");
-    // Once there are too many stages for the layers, the last go, and another one has the last layer.
+    // If there are more stages than layers, the last stages are dropped, and another one has the last layer.
     assert_eq!(nearest("0;1;2;3;4;5&6"), "cpu:0;cpu:1;cpu:2;cpu:3;cpu:4;cpu:5");
-    // Counts in proportion are of no use where the last layer would be two members' all the same.
+    // Proportional counts do not help if two ranks would still share the last layer.
     let counts = |groups, layers| {
         let config = device(&[("device.groups", groups), ("device.layers", layers)]);
         partition(&config, &model, alike, fits).unwrap_err().to_string()
     };
     let error = counts("0;1&2", "3,4");
-    assert!(error.starts_with("device.layers: [3, 4] makes 7 layers, "), "{error}");
+    assert!(error.starts_with("device.layers: [3, 4] adds up to 7 layers, "), "{error}");
     assert!(error.ends_with("nearest possible is cpu:0;cpu:1;cpu:2, with device.layers = []"), "{error}");
     assert!(counts("0&1;2", "3,4").ends_with("nearest possible is [3, 3]"));
 }
 
-/// Where memory or a member alone is in the way, a refusal names no way out.
+/// If memory or a single rank is the obstacle, the error suggests nothing.
 #[test]
 fn nothing_is_called_near_that_is_refused_too() {
     let model = ModelShape::uniform("it", &Uniform { layers: 4, ..TABLE_4 });
     let too_many = device(&[("device.groups", "0;1;2;3;4")]);
     let tiny = |_: &DeviceName| Place { speed: 1.0, memory: 1.0 };
     let error = partition(&too_many, &model, tiny, heads(32)).unwrap_err().to_string();
-    assert!(error.ends_with("but the model has 4 layers; nothing near it is possible"), "{error}");
+    assert!(
+        error.ends_with("but the model has 4 layers; there is no similar split that is possible"),
+        "{error}"
+    );
     let nobody = |_: &Shard| Err(Unfit { reason: "there is nothing to share".to_owned(), members_max: 1 });
     let error = partition(&device(&[]), &model, alike, nobody).unwrap_err().to_string();
-    assert!(error.ends_with("but there is nothing to share; nothing near it is possible"), "{error}");
+    assert!(
+        error.ends_with("but there is nothing to share; there is no similar split that is possible"),
+        "{error}"
+    );
 }
 
 fn stored(bytes: f64) -> Part {
@@ -231,7 +237,7 @@ fn of_units(layers: usize, unit: Unit) -> StackShape {
     StackShape { embedding: Part::default(), layers: vec![unit; layers], head: Part::default() }
 }
 
-/// Of four heads, one of three members has two: the stage is as fast as two devices.
+/// With four heads on three ranks one has two: the stage is as fast as two devices.
 #[test]
 fn a_stage_is_as_fast_as_the_member_with_most_heads() {
     let deal = Some(Deal { heads: 4, kv_heads: 4, v_dim: 1, block: 1 });
@@ -241,7 +247,7 @@ fn a_stage_is_as_fast_as_the_member_with_most_heads() {
     assert_eq!(layers_of(&found), [8, 4]);
 }
 
-/// Both members have the only KV head.
+/// Both ranks have a copy of the only KV head.
 #[test]
 fn members_need_room_for_a_kv_head_that_both_have() {
     let deal = Some(Deal { heads: 2, kv_heads: 1, v_dim: 1, block: 1 });
@@ -258,7 +264,7 @@ fn members_need_room_for_a_kv_head_that_both_have() {
     assert!(of(15.0).is_ok() && of(14.9).is_err());
 }
 
-/// One table of an encoder's embedding, a decoder's, and its head: the decoder's device holds it once.
+/// The embeddings of encoder and decoder and the head share one table: the decoder's device holds it once.
 #[test]
 fn each_stage_needs_room_for_a_shared_table_once() {
     let unit = Unit { divided: stored(10.0), ..Unit::default() };
@@ -277,7 +283,7 @@ fn each_stage_needs_room_for_a_shared_table_once() {
     assert!(of(119.0).is_err());
 }
 
-/// A table that both ends of the model share is held once where one stage has them.
+/// A table that both ends of the model share is held once if one stage has both ends.
 #[test]
 fn one_stage_needs_room_for_a_shared_table_once() {
     let shape = ModelShape::uniform("it", &Uniform { tied: true, ..TABLE_4 });

@@ -1,4 +1,4 @@
-//! The chat API: messages through the template, answers as messages and as deltas.
+//! Tests of the chat API: rendering of messages, and responses as messages and as deltas.
 
 use super::house::{Client, House, Response, answer, scored};
 use crate::request::{FinishReason, TokenEvent};
@@ -6,17 +6,17 @@ use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
 
-async fn begin(house: &House, body: &Value) -> Client {
-    Client::send(house.address, "POST", CHAT, "", &body.to_string()).await
+async fn begin(server: &House, body: &Value) -> Client {
+    Client::send(server.address, "POST", CHAT, "", &body.to_string()).await
 }
 
 async fn play(
-    house: &mut House,
+    server: &mut House,
     body: Value,
     events: Vec<TokenEvent>,
 ) -> (crate::request::Request, Response) {
-    let client = begin(house, &body).await;
-    let (request, sender) = house.call().await;
+    let client = begin(server, &body).await;
+    let (request, sender) = server.call().await;
     events.into_iter().for_each(|event| sender.send(event));
     (request, client.response().await)
 }
@@ -32,10 +32,10 @@ fn ids(text: &str) -> Vec<u32> {
 
 #[actix_web::test]
 async fn a_whole_answer_is_a_message() {
-    let mut house = House::open();
-    let (request, response) = play(&mut house, json!({ "messages": hello() }), answer("yo")).await;
+    let mut server = House::open();
+    let (request, response) = play(&mut server, json!({ "messages": hello() }), answer("yo")).await;
     assert_eq!(request.prompt[..], ids("<s>system:be;user:hi;assistant:"));
-    // All that is left of the context.
+    // The default limit is the rest of the context.
     assert_eq!(request.max_tokens as usize, 64 - request.prompt.len());
     let mut json = response.json();
     assert!(json["created"].take().is_u64());
@@ -50,19 +50,19 @@ async fn a_whole_answer_is_a_message() {
             "usage": { "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }
         })
     );
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({
         "messages": hello(), "stream": true, "n": 2, "stream_options": { "include_usage": true },
         "return_token_ids": true, "max_completion_tokens": 5,
     });
-    let client = begin(&house, &body).await;
+    let client = begin(&server, &body).await;
     for text in ["ab", ""] {
-        let (request, sender) = house.call().await;
+        let (request, sender) = server.call().await;
         assert_eq!(request.max_tokens, 5);
         answer(text).into_iter().for_each(|event| sender.send(event));
     }
@@ -86,12 +86,12 @@ async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
     let last = events.last().unwrap();
     assert_eq!(last["usage"], json!({ "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }));
     assert!(events.iter().all(|event| event["object"] == "chat.completion.chunk"));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn logprobs_stand_token_by_token() {
-    let mut house = House::open();
+async fn logprobs_are_listed_per_token() {
+    let mut server = House::open();
     let events = || {
         vec![
             TokenEvent::Token(scored(0xc3, -0.5, &[(0xc3, -0.5), (98, f32::NEG_INFINITY)])),
@@ -101,7 +101,7 @@ async fn logprobs_stand_token_by_token() {
     };
     let body =
         |stream: bool| json!({ "messages": hello(), "logprobs": true, "top_logprobs": 2, "stream": stream });
-    let (request, response) = play(&mut house, body(false), events()).await;
+    let (request, response) = play(&mut server, body(false), events()).await;
     assert_eq!(request.logprobs, Some(2));
     let logprobs = response.json()["choices"][0]["logprobs"].clone();
     let one = |token: &str, logprob: f32, bytes: &[u8]| json!({ "token": token, "logprob": logprob, "bytes": bytes });
@@ -116,7 +116,7 @@ async fn logprobs_stand_token_by_token() {
         }
     ]);
     assert_eq!(logprobs["content"], expected);
-    let (_, response) = play(&mut house, body(true), events()).await;
+    let (_, response) = play(&mut server, body(true), events()).await;
     let streamed: Vec<Value> = response
         .events()
         .iter()
@@ -124,12 +124,12 @@ async fn logprobs_stand_token_by_token() {
         .flatten()
         .collect();
     assert_eq!(json!(streamed), expected);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn messages_may_come_in_parts_and_as_clients_send_them_back() {
-    let mut house = House::open();
+    let mut server = House::open();
     let messages = json!([
         { "role": "user", "content": [{ "type": "text", "text": "one" }, { "type": "text", "text": "two" }] },
         { "role": "assistant", "content": null, "refusal": null, "tool_calls": [], "annotations": [] },
@@ -139,21 +139,21 @@ async fn messages_may_come_in_parts_and_as_clients_send_them_back() {
         "messages": messages, "tools": [], "tool_choice": "none", "response_format": { "type": "text" },
         "parallel_tool_calls": true, "metadata": { "a": "b" }, "store": false, "frequency_penalty": 0,
     });
-    let (request, response) = play(&mut house, body, answer("x")).await;
+    let (request, response) = play(&mut server, body, answer("x")).await;
     assert_eq!(response.status, 200, "{}", response.body);
     assert_eq!(request.prompt[..], ids("<s>user:one\ntwo;assistant:;user:é;assistant:"));
     let open = json!({
         "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "Sure" }],
         "add_generation_prompt": false, "continue_final_message": true,
     });
-    let (request, _) = play(&mut house, open, answer("x")).await;
+    let (request, _) = play(&mut server, open, answer("x")).await;
     assert_eq!(request.prompt[..], ids("<s>user:a;assistant:Sure"));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn wrong_messages_are_told_by_their_place() {
-    let house = House::open();
+async fn errors_in_messages_name_their_position() {
+    let server = House::open();
     let user = |content: Value| json!([{ "role": "user", "content": content }]);
     for (body, param, part) in [
         (json!({}), "messages", "missing"),
@@ -178,7 +178,7 @@ async fn wrong_messages_are_told_by_their_place() {
         (json!({ "messages": hello(), "tools": [1] }), "tools", "not supported yet"),
         (json!({ "messages": hello(), "top_logprobs": 2 }), "top_logprobs", "'logprobs'"),
         (json!({ "messages": hello(), "max_tokens": 0 }), "max_tokens", "at least 1"),
-        (json!({ "messages": hello(), "prompt": "x" }), "prompt", "no parameter 'prompt'"),
+        (json!({ "messages": hello(), "prompt": "x" }), "prompt", "unknown parameter 'prompt'"),
         (
             json!({ "messages": hello(), "response_format": { "type": "json_object" } }),
             "response_format",
@@ -186,10 +186,10 @@ async fn wrong_messages_are_told_by_their_place() {
         ),
         (json!({ "messages": hello(), "continue_final_message": true }), "continue_final_message", "false"),
     ] {
-        let response = begin(&house, &body).await.response().await;
+        let response = begin(&server, &body).await.response().await;
         let message = response.json()["error"]["message"].to_string();
         assert_eq!((response.status, response.error().1), (400, json!(param)), "{body}: {message}");
         assert!(message.replace("\\\"", "\"").contains(part), "{body}: {message}");
     }
-    house.close().await;
+    server.close().await;
 }

@@ -1,6 +1,7 @@
-//! A server of a lone encoder, which the test plays.
+//! A test server with a fake encoder-only engine.
 //!
-//! Invariant: texts are answered last first, so that what keeps them in order is the server.
+//! Invariant: the fake engine answers texts in reverse order, so that their order in the response is the
+//! server's work.
 
 use super::house::{BOS, Client, DEADLINE, House, Response, model, tokenizer_with};
 use crate::actors::{Conventions, EncoderConventions, EventSender, ModelInfo};
@@ -14,7 +15,7 @@ pub const EMBEDDINGS: &str = "/v1/embeddings";
 pub const FILL_MASK: &str = "/v1/fill-mask";
 pub const EOS: u32 = 257;
 pub const MASK: u32 = 258;
-/// Tokens of the longest text.
+/// Maximum number of tokens of a text.
 pub const LONGEST: usize = 16;
 
 pub fn conventions() -> EncoderConventions {
@@ -63,30 +64,30 @@ pub fn house() -> House {
     house_of(encoder(conventions()))
 }
 
-pub async fn begin(house: &House, path: &str, body: &Value) -> Client {
-    Client::send(house.address, "POST", path, "", &body.to_string()).await
+pub async fn begin(server: &House, path: &str, body: &Value) -> Client {
+    Client::send(server.address, "POST", path, "", &body.to_string()).await
 }
 
-pub async fn post(house: &House, path: &str, body: &Value) -> Response {
-    begin(house, path, body).await.response().await
+pub async fn post(server: &House, path: &str, body: &Value) -> Response {
+    begin(server, path, body).await.response().await
 }
 
-/// A text's tokens with those around it.
+/// Returns a text's tokens with the special tokens around it.
 pub fn around(text: &str) -> Vec<u32> {
     [BOS].into_iter().chain(text.bytes().map(u32::from)).chain([EOS]).collect()
 }
 
-/// Plays an answer for each text of `body`, the last text's first.
+/// Posts `body` while the fake engine sends a list of events per text, for the last text first.
 pub async fn play(
-    house: &mut House,
+    server: &mut House,
     path: &str,
     body: Value,
     answers: Vec<Vec<TokenEvent>>,
 ) -> (Vec<Request>, Response) {
-    let client = begin(house, path, &body).await;
+    let client = begin(server, path, &body).await;
     let mut calls: Vec<(Request, EventSender)> = Vec::new();
     for _ in &answers {
-        calls.push(house.call().await);
+        calls.push(server.call().await);
     }
     for ((_, sender), events) in calls.iter().zip(answers).rev() {
         events.into_iter().for_each(|event| sender.send(event));

@@ -1,20 +1,21 @@
-//! What can be asked of a completion beyond one plain answer, and every way in which one ends.
+//! Tests of completions: several choices, stop conditions, limits, and every way in which a completion ends.
 
 use super::house::{COMPLETIONS, Client, House, answer, bare, scored, until};
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Plays one answer of events for each choice, and gives the response.
+/// Posts `body` while the fake engine sends one list of events per choice. Returns the requests and the
+/// response.
 async fn play_all(
-    house: &mut House,
+    server: &mut House,
     body: Value,
     answers: Vec<Vec<TokenEvent>>,
 ) -> (Vec<crate::request::Request>, super::house::Response) {
-    let client = house.begin(&body.to_string()).await;
+    let client = server.begin(&body.to_string()).await;
     let mut requests = Vec::new();
     for events in answers {
-        let (request, sender) = house.call().await;
+        let (request, sender) = server.call().await;
         requests.push(request);
         events.into_iter().for_each(|event| sender.send(event));
     }
@@ -29,14 +30,14 @@ fn text_of(events: &[Value], index: u64) -> String {
 
 #[actix_web::test]
 async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
-    let mut house = House::open();
+    let mut server = House::open();
     let answers = || ["one", "two", "three", "four"].map(answer).to_vec();
     for stream in [false, true] {
         let body = json!({
             "prompt": ["a", "bc"], "n": 2, "seed": 9, "stream": stream, "return_token_ids": true,
             "stream_options": if stream { json!({ "include_usage": true }) } else { Value::Null },
         });
-        let (requests, response) = play_all(&mut house, body, answers()).await;
+        let (requests, response) = play_all(&mut server, body, answers()).await;
         let asked: Vec<_> = requests.iter().map(|r| (r.prompt.to_vec(), r.sampling.seed)).collect();
         assert_eq!(asked, [(vec![97], 9), (vec![97], 10), (vec![98, 99], 9), (vec![98, 99], 10)]);
         let usage = json!({ "prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18 });
@@ -65,44 +66,44 @@ async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
             }
         }
     }
-    house.close().await;
+    server.close().await;
 }
 
-/// Nothing is made for each of more choices than could ever be taken in.
+/// Excessive numbers of choices are rejected before anything is allocated per choice.
 #[actix_web::test]
 async fn too_many_choices_are_refused_before_they_are_made() {
-    let house = House::open();
+    let server = House::open();
     let prompts = vec![json!([5]); 50_000];
     for (body, param) in [
         (json!({ "prompt": prompts, "n": 128 }), "n"),
         (json!({ "prompt": prompts }), "prompt"),
         (json!({ "prompt": vec!["a"; 17], "n": 128 }), "n"),
     ] {
-        let response = house.post(&body.to_string()).await;
+        let response = server.post(&body.to_string()).await;
         assert_eq!(response.error(), ("invalid_value".into(), json!(param)));
         assert!(response.json()["error"]["message"].as_str().unwrap().contains("2048"), "{}", response.body);
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn one_choice_that_fails_ends_them_all() {
-    let mut house = House::open();
-    let client = house.begin(r#"{"prompt": "p", "n": 2, "stream": true}"#).await;
-    let (_, first) = house.call().await;
-    let (_, second) = house.call().await;
+    let mut server = House::open();
+    let client = server.begin(r#"{"prompt": "p", "n": 2, "stream": true}"#).await;
+    let (_, first) = server.call().await;
+    let (_, second) = server.call().await;
     second.send(TokenEvent::Failed(RequestError::DeviceFailed("smoke".into())));
     let events = client.response().await.events();
     assert_eq!(events.last().unwrap()["error"]["code"], "device_failed");
     until(|| first.is_closed()).await;
-    house.close().await;
+    server.close().await;
 }
 
-/// A stop string takes back what was held of it, whether it comes whole, across tokens or across pieces, and
-/// the engine is hung up on.
+/// A stop string is removed from the text, also if it spans several tokens or deltas, and the request is
+/// cancelled in the engine.
 #[actix_web::test]
 async fn a_stop_string_ends_the_answer_before_it() {
-    let mut house = House::open();
+    let mut server = House::open();
     for stream in [false, true] {
         for (stop, kept, keeps, reason) in [
             (json!("lo w"), "hel", false, json!("lo w")),
@@ -113,12 +114,12 @@ async fn a_stop_string_ends_the_answer_before_it() {
             let body = json!({
                 "prompt": "p", "stop": stop, "include_stop_str_in_output": keeps, "stream": stream, "logprobs": 0,
             });
-            let client = house.begin(&body.to_string()).await;
-            let (_, sender) = house.call().await;
+            let client = server.begin(&body.to_string()).await;
+            let (_, sender) = server.call().await;
             for byte in "hello world \u{e9} and on".bytes() {
                 sender.send(TokenEvent::Token(scored(byte.into(), -1.0, &[])));
             }
-            // No end: it is the matcher that ends it.
+            // The engine sends no end; the stop matcher ends the reply.
             let response = client.response().await;
             until(|| sender.is_closed()).await;
             let choices: Vec<Value> = match stream {
@@ -129,7 +130,7 @@ async fn a_stop_string_ends_the_answer_before_it() {
             assert_eq!(text, kept, "{stop}");
             let last = choices.last().unwrap();
             assert_eq!((&last["finish_reason"], &last["stop_reason"]), (&json!("stop"), &reason), "{stop}");
-            // A stream's log-probabilities come with their text: never before it.
+            // Log-probabilities in a stream never precede their text.
             let mut chars = 0;
             for choice in &choices {
                 let offsets = choice["logprobs"]["text_offset"].as_array().cloned().unwrap_or_default();
@@ -140,52 +141,53 @@ async fn a_stop_string_ends_the_answer_before_it() {
             }
         }
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn what_began_like_a_stop_string_is_not_lost() {
-    let mut house = House::open();
+async fn a_partial_stop_string_is_not_lost() {
+    let mut server = House::open();
     let body = json!({ "prompt": "p", "stop": "abcd", "stream": true });
-    let (_, response) = house.play(body, answer("xabc")).await;
+    let (_, response) = server.play(body, answer("xabc")).await;
     let events = response.events();
     assert_eq!(text_of(&events, 0), "xabc");
     let last = &events.last().unwrap()["choices"][0];
     assert_eq!((&last["text"], &last["finish_reason"]), (&json!("abc"), &json!("length")));
     assert!(last.get("stop_reason").is_none());
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn text_of_the_least_tokens_is_not_searched() {
-    let mut house = House::open();
+async fn text_within_min_tokens_is_not_searched_for_stops() {
+    let mut server = House::open();
     let body = json!({ "prompt": "p", "stop": "b", "min_tokens": 4 });
-    let (request, response) = house.play(body, answer("abab_ab")).await;
+    let (request, response) = server.play(body, answer("abab_ab")).await;
     assert_eq!(request.min_tokens, 4);
     assert_eq!(response.json()["choices"][0]["text"], "abab_a");
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn stop_tokens_and_biases_reach_the_engine() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({
         "prompt": "p", "stop": ["x", 5], "stop_token_ids": [9, 5], "logit_bias": {"7": -100, "8": 2.5},
         "min_tokens": 2, "max_completion_tokens": 6, "top_k": 3,
     });
     let events = vec![TokenEvent::Token(bare(97)), TokenEvent::Finished(FinishReason::StopToken(9))];
-    let (request, response) = house.play(body, events).await;
+    let (request, response) = server.play(body, events).await;
     assert_eq!((&request.stop_ids[..], request.min_tokens, request.max_tokens), (&[5, 9][..], 2, 6));
     assert_eq!(request.logit_bias[..], [(7, f32::NEG_INFINITY), (8, 2.5)]);
     let choice = &response.json()["choices"][0];
     assert_eq!((&choice["finish_reason"], &choice["stop_reason"]), (&json!("stop"), &json!(9)));
-    house.close().await;
+    server.close().await;
 }
 
-/// The token that ends an answer is counted and listed, streaming or not, but is text only where stops are kept.
+/// The token that ends a generation is counted and listed, streamed or not, but is part of the text only if
+/// stops are included.
 #[actix_web::test]
 async fn the_last_token_is_counted_and_listed() {
-    let mut house = House::open();
+    let mut server = House::open();
     let events = || {
         let scores = [(97, -0.5), (122, -0.25)].map(|(id, logprob)| scored(id, logprob, &[]));
         let [token, last] = scores;
@@ -203,7 +205,7 @@ async fn the_last_token_is_counted_and_listed() {
             "prompt": "p", "logprobs": 0, "return_token_ids": true, "include_stop_str_in_output": keeps,
             "stream": stream, "stream_options": options,
         });
-        let (_, response) = house.play(body, events()).await;
+        let (_, response) = server.play(body, events()).await;
         let answers = if stream { response.events() } else { vec![response.json()] };
         let choices: Vec<&Value> = answers.iter().filter_map(|answer| answer["choices"].get(0)).collect();
         let all = |list: &dyn Fn(&Value) -> Value| -> Vec<Value> {
@@ -214,28 +216,29 @@ async fn the_last_token_is_counted_and_listed() {
         assert_eq!(all(&|choice| choice["logprobs"]["token_logprobs"].clone()), [-0.5, -0.25]);
         assert_eq!(answers.last().unwrap()["usage"]["completion_tokens"], 2);
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn special_tokens_show_if_asked_for() {
-    let mut house = House::open();
+    let mut server = House::open();
     let events = || vec![TokenEvent::Token(bare(256)), TokenEvent::Finished(FinishReason::Stop)];
     for (skip, text) in [(true, ""), (false, "<s>")] {
-        let (_, response) = house.play(json!({ "prompt": "p", "skip_special_tokens": skip }), events()).await;
+        let (_, response) =
+            server.play(json!({ "prompt": "p", "skip_special_tokens": skip }), events()).await;
         assert_eq!(response.json()["choices"][0]["text"], text);
     }
-    house.close().await;
+    server.close().await;
 }
 
-/// Streaming or not, a request that takes too long ends with an error, and the engine is hung up on.
+/// A request that exceeds its time limit ends with an error, streamed or not, and is cancelled in the engine.
 #[actix_web::test]
-async fn a_request_may_take_so_long_and_no_longer() {
+async fn a_request_ends_at_its_time_limit() {
     let limit = Duration::from_millis(30);
-    let mut house = House::with(None, |config| config.request_timeout = Some(limit));
+    let mut server = House::with(None, |config| config.request_timeout = Some(limit));
     for stream in [false, true] {
-        let client = house.begin(&json!({ "prompt": "p", "stream": stream }).to_string()).await;
-        let (_, sender) = house.call().await;
+        let client = server.begin(&json!({ "prompt": "p", "stream": stream }).to_string()).await;
+        let (_, sender) = server.call().await;
         sender.send(TokenEvent::Token(bare(97)));
         let response = client.response().await;
         until(|| sender.is_closed()).await;
@@ -246,56 +249,56 @@ async fn a_request_may_take_so_long_and_no_longer() {
             assert_eq!((response.status, response.error().0.as_str()), (504, "request_timeout"));
         }
     }
-    house.close().await;
+    server.close().await;
 }
 
-/// Events that are there already leave in one write, each still an event of its own.
+/// Events that are ready at the same time are sent in one write, each as an event of its own.
 #[actix_web::test]
 async fn tokens_that_are_ready_leave_together() {
-    let mut house = House::open();
-    // Who is not asked for text yet finds all of it waiting.
-    let client = house.begin(&json!({ "prompt": "p", "stream": true }).to_string()).await;
-    let (_, sender) = house.call().await;
+    let mut server = House::open();
+    // All events are queued before the response is read.
+    let client = server.begin(&json!({ "prompt": "p", "stream": true }).to_string()).await;
+    let (_, sender) = server.call().await;
     answer(&"a".repeat(500)).into_iter().for_each(|event| sender.send(event));
     let response = client.response().await;
     assert_eq!(response.events().len(), 501);
     assert!(response.chunks < 100, "{} writes for 501 events", response.chunks);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn a_prompt_too_long_by_itself_is_blamed_under_its_own_name() {
+async fn context_errors_name_the_parameter_of_the_request() {
     let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 20, max_tokens: 60, context: 64 };
-    let house = House::with(Some(too_long), |_| {});
+    let server = House::with(Some(too_long), |_| {});
     let chat = async |more: Value| {
         let mut body = json!({ "messages": [{ "role": "user", "content": "p" }] });
         body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
         let path = "/v1/chat/completions";
-        Client::send(house.address, "POST", path, "", &body.to_string()).await.response().await
+        Client::send(server.address, "POST", path, "", &body.to_string()).await.response().await
     };
     let limited = json!({ "max_completion_tokens": 60 });
     assert_eq!(chat(limited).await.error().1, json!("max_completion_tokens"));
     assert_eq!(chat(json!({ "max_tokens": 60 })).await.error().1, json!("max_tokens"));
-    house.close().await;
-    let house = House::with(
+    server.close().await;
+    let server = House::with(
         Some(RequestError::PromptTooLong { prompt: "prompt", prompt_tokens: 70, context: 64 }),
         |_| {},
     );
-    let prompt = house.post(r#"{"prompt": "p"}"#).await;
+    let prompt = server.post(r#"{"prompt": "p"}"#).await;
     assert_eq!(prompt.error(), ("context_length_exceeded".into(), json!("prompt")));
     let message = prompt.json()["error"]["message"].to_string();
     assert!(message.contains("70") && message.contains("64"), "{message}");
     let body = r#"{"messages": [{"role": "user", "content": "p"}]}"#;
-    let chat = Client::send(house.address, "POST", "/v1/chat/completions", "", body).await.response().await;
+    let chat = Client::send(server.address, "POST", "/v1/chat/completions", "", body).await.response().await;
     assert_eq!(chat.error(), ("context_length_exceeded".into(), json!("messages")));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn tokens_and_texts_go_both_ways() {
-    let house = House::open();
+    let server = House::open();
     let post = async |path: &str, body: Value| {
-        Client::send(house.address, "POST", path, "", &body.to_string()).await.response().await
+        Client::send(server.address, "POST", path, "", &body.to_string()).await.response().await
     };
     for prefix in ["/v1", ""] {
         let path = format!("{prefix}/tokenize");
@@ -323,9 +326,9 @@ async fn tokens_and_texts_go_both_ways() {
         assert_eq!((response.status, response.error().1), (400, json!(param)), "{path}");
     }
     assert_eq!(post("/v1/tokenize", json!({ "prompt": "a", "model": "big" })).await.status, 404);
-    let known = house.get("/v1/models/tiny").await;
+    let known = server.get("/v1/models/tiny").await;
     assert_eq!((known.status, &known.json()["id"]), (200, &json!("tiny")));
-    assert_eq!(house.get("/v1/models/owner/other").await.error().0, "model_not_found");
-    assert_eq!(house.get(COMPLETIONS).await.status, 405);
-    house.close().await;
+    assert_eq!(server.get("/v1/models/owner/other").await.error().0, "model_not_found");
+    assert_eq!(server.get(COMPLETIONS).await.status, 405);
+    server.close().await;
 }

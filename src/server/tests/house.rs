@@ -1,6 +1,6 @@
-//! A server in its test: real TCP, before an intake that does what the test says.
+//! A test server with real TCP connections and a fake intake, whose events the test sends.
 //!
-//! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
+//! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
 use crate::actors::stream::{Standing, channel};
 use crate::actors::{Conventions, EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
@@ -20,10 +20,11 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub const DEADLINE: Duration = Duration::from_secs(20);
 pub const COMPLETIONS: &str = "/v1/completions";
-/// The test tokenizer's token that opens a text; the ids below are the bytes.
+/// BOS token of the test tokenizer; the ids below it are the bytes.
 pub const BOS: u32 = 256;
 
-/// An intake that passes requests on to the test, or refuses them all. On the way out it takes nothing new.
+/// An intake that passes requests on to the test, or rejects them all. While the server drains, it rejects
+/// new requests.
 pub struct Door {
     calls: UnboundedSender<(Request, EventSender)>,
     status: Arc<Status>,
@@ -53,7 +54,7 @@ impl Handler<Submit> for Door {
     }
 }
 
-/// A server in its test.
+/// A running server with a fake intake.
 pub struct House {
     pub address: SocketAddr,
     pub calls: UnboundedReceiver<(Request, EventSender)>,
@@ -79,7 +80,7 @@ impl House {
         House::of(model(), tokenizer(), refusal, configure, drain_timeout)
     }
 
-    /// A server of some other model.
+    /// Starts a server for a given model and tokenizer.
     pub fn of(
         model: ModelInfo,
         tokenizer: Tokenizer,
@@ -102,9 +103,12 @@ impl House {
         House { address, calls: receiver, status, stops, ending }
     }
 
-    /// The next request that came through the door.
+    /// Waits for the next request that the server submits. Returns it with the sender of its events.
     pub async fn call(&mut self) -> (Request, EventSender) {
-        timeout(DEADLINE, self.calls.recv()).await.expect("a request comes in").expect("the door is there")
+        timeout(DEADLINE, self.calls.recv())
+            .await
+            .expect("a request is submitted")
+            .expect("the intake is running")
     }
 
     pub async fn get(&self, path: &str) -> Response {
@@ -119,7 +123,7 @@ impl House {
         Client::send(self.address, "POST", COMPLETIONS, "", body).await
     }
 
-    /// Posts `body` while the engine plays `events`, and gives the answer.
+    /// Posts `body` and sends `events` as the engine. Returns the submitted request and the response.
     pub async fn play(&mut self, body: Value, events: Vec<TokenEvent>) -> (Request, Response) {
         let client = self.begin(&body.to_string()).await;
         let (request, sender) = self.call().await;
@@ -138,7 +142,7 @@ impl House {
     }
 }
 
-/// A connection with a request on its way.
+/// A connection on which a request was sent.
 pub struct Client {
     pub stream: TcpStream,
     pub read: Vec<u8>,
@@ -153,7 +157,7 @@ impl Client {
         let mut rest = text.as_bytes();
         while !rest.is_empty() {
             stream.writable().await.unwrap();
-            // A server that has answered already may take no more.
+            // A server that has responded already may close the connection.
             match stream.try_write(rest) {
                 Ok(written) => rest = &rest[written..],
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -163,7 +167,7 @@ impl Client {
         Client { stream, read: Vec::new() }
     }
 
-    /// Reads once; false at the end.
+    /// Reads once. Returns false at the end of the stream.
     pub async fn read_on(&mut self) -> bool {
         let mut buffer = [0; 4096];
         loop {
@@ -205,7 +209,7 @@ impl Client {
     }
 }
 
-/// The body, and how many chunks it came in.
+/// Decodes a chunked body. Returns it with the number of chunks.
 pub fn dechunked(mut raw: &[u8]) -> (Vec<u8>, usize) {
     let (mut body, mut chunks) = (Vec::new(), 0);
     loop {
@@ -224,10 +228,10 @@ pub fn dechunked(mut raw: &[u8]) -> (Vec<u8>, usize) {
 
 pub struct Response {
     pub status: u16,
-    /// In lower case.
+    /// Status line and headers, in lower case.
     pub head: String,
     pub body: String,
-    /// Writes the body came in, as far as that shows.
+    /// Number of chunks of the body; 1 if it was not chunked.
     pub chunks: usize,
 }
 
@@ -241,7 +245,8 @@ impl Response {
         lines.filter_map(|line| line.split_once(": ")).find(|(key, _)| *key == name).map(|(_, value)| value)
     }
 
-    /// The events of a stream that is over: only `data:` lines, the last of them `[DONE]`.
+    /// Returns the events of a finished stream, which must consist of `data:` lines, the last of them
+    /// `[DONE]`.
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.body);
         let frames = self.body.strip_suffix("\n\n").expect("the last event is closed").split("\n\n");
@@ -251,7 +256,7 @@ impl Response {
         data.into_iter().map(|json| serde_json::from_str(json).unwrap()).collect()
     }
 
-    /// Checks that this is the error object, and gives its `code` and `param`.
+    /// Checks that the body is an error object. Returns its `code` and `param`.
     pub fn error(&self) -> (String, Value) {
         let error = &self.json()["error"];
         let text = |key: &str| error[key].as_str().unwrap_or_else(|| panic!("no {key}: {error}")).to_string();
@@ -260,7 +265,7 @@ impl Response {
     }
 }
 
-/// A decoder with a chat template.
+/// Returns the model data of a decoder with a chat template.
 pub fn model() -> ModelInfo {
     ModelInfo {
         name: "tiny".into(),
@@ -280,13 +285,13 @@ pub fn model() -> ModelInfo {
     }
 }
 
-/// Every byte is a token, and 256 opens a text.
+/// Returns a tokenizer with a token per byte, and 256 as BOS.
 pub fn tokenizer() -> Tokenizer {
     tokenizer_with(&["<s>"], Value::Null)
 }
 
-/// Every byte is a token, and the special ones follow from 256 on. The post-processor says which of them the
-/// tokenizer puts around a text.
+/// Returns a tokenizer with a token per byte and the given special tokens from 256 on. The post-processor
+/// determines which of them the tokenizer adds around a text.
 pub fn tokenizer_with(special: &[&str], post_processor: Value) -> Tokenizer {
     // Byte-level vocabularies write each byte as a printable character of its own.
     let is_printable = |byte: &u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
@@ -319,7 +324,7 @@ pub fn tokenizer_with(special: &[&str], post_processor: Value) -> Tokenizer {
     Tokenizer::from_folder(&folder.folder()).unwrap()
 }
 
-/// Generated tokens, one for each byte of `text`, and the end.
+/// Returns the events of a generation: a token per byte of `text`, and the end.
 pub fn answer(text: &str) -> Vec<TokenEvent> {
     let tokens = text.bytes().map(|byte| TokenEvent::Token(bare(byte.into())));
     tokens.chain([TokenEvent::Finished(FinishReason::Length)]).collect()
@@ -333,23 +338,23 @@ pub fn scored(id: u32, logprob: f32, top: &[(u32, f32)]) -> Token {
     Token { id, logprob: Some(logprob), top: top.to_vec() }
 }
 
-/// Waits until something is so.
-pub async fn until(is_so: impl Fn() -> bool) {
-    let turns = async {
-        while !is_so() {
+/// Waits until `condition` is true, at most until the deadline.
+pub async fn until(condition: impl Fn() -> bool) {
+    let polling = async {
+        while !condition() {
             task::yield_now().await;
         }
     };
-    timeout(DEADLINE, turns).await.expect("it comes true in time");
+    timeout(DEADLINE, polling).await.expect("the condition becomes true in time");
 }
 
-/// Joins a field of every choice of a stream.
+/// Concatenates a list field of every event's first choice.
 pub fn joined(events: &[Value], list: impl Fn(&Value) -> &Value) -> Vec<Value> {
     let lists = events.iter().map(|event| list(&event["choices"][0]));
     lists.filter_map(Value::as_array).flatten().cloned().collect()
 }
 
-/// `<s>`, then each turn as `role:content;`, then the turn to be spoken.
+/// Returns a template that renders `<s>`, each message as `role:content;`, and the generation prompt.
 fn template() -> ChatTemplate {
     let source = "{{ bos_token }}{% for m in messages %}{% if m.role == 'robot' %}\
                   {{ raise_exception('no robots') }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}\

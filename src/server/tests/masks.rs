@@ -1,4 +1,4 @@
-//! Masks before an intake that plays the encoder.
+//! Tests of the fill-mask API with a fake encoder-only engine.
 
 use super::encoder::{EOS, FILL_MASK, MASK, conventions, encoder, house, house_of, play, post};
 use super::house::BOS;
@@ -6,18 +6,18 @@ use crate::actors::{EncoderConventions, ModelInfo};
 use crate::request::{Task, Token, TokenEvent};
 use serde_json::json;
 
-/// What the engine says of a mask: these tokens with their probabilities.
+/// Returns the engine's event for a mask: tokens with their probabilities.
 fn filled(candidates: &[(u32, f32)]) -> TokenEvent {
-    let top: Vec<(u32, f32)> = candidates.iter().map(|(id, share)| (*id, share.ln())).collect();
+    let top: Vec<(u32, f32)> = candidates.iter().map(|(id, probability)| (*id, probability.ln())).collect();
     TokenEvent::Filled(Token { id: top[0].0, logprob: Some(top[0].1), top })
 }
 
 #[actix_web::test]
 async fn a_mask_is_filled_as_transformers_fills_it() {
-    let mut house = house();
+    let mut server = house();
     let body = json!({ "input": "a<mask>c", "top_k": 2 });
     let answers = vec![vec![filled(&[(98, 0.25), (BOS, 0.0)])]];
-    let (requests, response) = play(&mut house, FILL_MASK, body, answers).await;
+    let (requests, response) = play(&mut server, FILL_MASK, body, answers).await;
     assert_eq!(requests[0].source[..], [BOS, 97, MASK, 99, EOS]);
     assert_eq!(requests[0].task, Task::Fill { at: [2].into(), top: 2 });
     assert_eq!(
@@ -36,16 +36,16 @@ async fn a_mask_is_filled_as_transformers_fills_it() {
             }]
         })
     );
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn each_mask_of_each_text_has_its_own_candidates() {
-    let mut house = house();
+    let mut server = house();
     let body = json!({ "input": [[97, MASK, MASK], [MASK, 98]] });
     let answers =
         vec![vec![filled(&[(98, 1.0)]), filled(&[(99, 1.0), (100, 0.25)])], vec![filled(&[(101, 1.0)])]];
-    let (requests, response) = play(&mut house, FILL_MASK, body, answers).await;
+    let (requests, response) = play(&mut server, FILL_MASK, body, answers).await;
     let tasks: Vec<Task> = requests.iter().map(|request| request.task.clone()).collect();
     assert_eq!(tasks, [&[1, 2][..], &[0]].map(|at| Task::Fill { at: at.into(), top: 5 }));
     let answer = response.json();
@@ -60,35 +60,30 @@ async fn each_mask_of_each_text_has_its_own_candidates() {
         (&answer["data"][0]["masks"][1]["position"], &answer["data"][1]["index"]),
         (&json!(2), &json!(1))
     );
-    house.close().await;
+    server.close().await;
 }
 
-/// Of one mask, only text; of several, all but what fills up batches.
+/// With one mask, special tokens are omitted; with several, only padding is.
 #[actix_web::test]
 async fn special_tokens_are_shown_where_there_are_other_masks() {
-    let mut house = house_of(encoder(EncoderConventions { pad: Some("c".to_owned()), ..conventions() }));
+    let mut server = house_of(encoder(EncoderConventions { pad: Some("c".to_owned()), ..conventions() }));
     let body = json!({ "input": ["acb<mask>", "<mask>acb<mask>"], "top_k": 1 });
     let answers = vec![vec![filled(&[(MASK, 1.0)])], vec![filled(&[(97, 1.0)]), filled(&[(EOS, 1.0)])]];
-    let (_, response) = play(&mut house, FILL_MASK, body, answers).await;
+    let (_, response) = play(&mut server, FILL_MASK, body, answers).await;
     let answer = response.json();
     let sequence =
         |text: usize, mask: usize| answer["data"][text]["masks"][mask]["candidates"][0]["sequence"].clone();
     assert_eq!(sequence(0, 0), "ab");
     assert_eq!([sequence(1, 0), sequence(1, 1)], ["<s>aab<mask></s>", "<s><mask>ab</s></s>"]);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn wrong_masks_are_told() {
+async fn errors_name_the_parameter() {
     let mut filling = house();
     for (body, code, param, part) in [
         (json!({ "input": "abc", "top_k": 0, "model": "big" }), "model_not_found", "model", "'big'"),
-        (
-            json!({ "input": "abc" }),
-            "invalid_value",
-            "input",
-            "text 0 of 'input' has no mask token, which is <mask>",
-        ),
+        (json!({ "input": "abc" }), "invalid_value", "input", "text 0 of 'input' has no mask token (<mask>)"),
         (json!({ "input": ["<mask>", "b"] }), "invalid_value", "input", "text 1"),
         (json!({ "input": "<mask>", "top_k": 0 }), "invalid_value", "top_k", "from 1 to 20"),
         (json!({ "input": "<mask>", "top_k": 21 }), "invalid_value", "top_k", "not 21"),
@@ -109,25 +104,25 @@ async fn wrong_masks_are_told() {
     without.close().await;
 }
 
-/// Every candidate shows its whole text: masks, candidates and length multiply.
+/// Every candidate repeats its whole text, so that masks, candidates and length multiply.
 #[actix_web::test]
 async fn an_answer_has_a_bound() {
     let model = encoder(conventions());
-    let house = house_of(ModelInfo { source_context: 512, longest: 512, context: 512, ..model });
+    let server = house_of(ModelInfo { source_context: 512, longest: 512, context: 512, ..model });
     let masks = vec![MASK; 512];
     for (body, tokens) in [
         (json!({ "input": masks, "top_k": 20 }), 512 * 20 * 512),
         (json!({ "input": [masks, masks, masks], "top_k": 3 }), 3 * 512 * 3 * 512),
     ] {
-        let response = post(&house, FILL_MASK, &body).await;
+        let response = post(&server, FILL_MASK, &body).await;
         assert_eq!((response.status, response.error().1), (400, json!("input")));
         let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
         assert!(message.contains(&tokens.to_string()) && message.contains("2097152"), "{message}");
     }
-    // What is just within it goes to the engine.
-    let mut house = house;
+    // A request exactly at the limit is accepted.
+    let mut server = server;
     let answers = vec![(0..512).map(|_| filled(&[(98, 1.0)])).collect()];
-    let (_, response) = play(&mut house, FILL_MASK, json!({ "input": masks, "top_k": 8 }), answers).await;
+    let (_, response) = play(&mut server, FILL_MASK, json!({ "input": masks, "top_k": 8 }), answers).await;
     assert_eq!(response.json()["data"][0]["masks"].as_array().unwrap().len(), 512, "{}", response.status);
-    house.close().await;
+    server.close().await;
 }

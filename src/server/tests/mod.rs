@@ -1,6 +1,6 @@
-//! The server before an intake that does what the test says: bodies in, answers out, comings and goings.
+//! Tests of the server with a fake intake: request bodies, responses, startup and shutdown.
 //!
-//! Invariant: nothing here waits for time to pass; each wait is for something to happen, with a deadline.
+//! Invariant: no test sleeps; each wait is for an event, with a deadline.
 
 mod chats;
 
@@ -31,9 +31,9 @@ use std::time::Duration;
 
 #[actix_web::test]
 async fn a_whole_answer_has_the_shape_of_the_api() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({ "model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0, "user": "me" });
-    let (request, response) = house.play(body, answer("xyz")).await;
+    let (request, response) = server.play(body, answer("xyz")).await;
     assert_eq!(request.prompt[..], [97, 98]);
     assert_eq!((request.max_tokens, request.ignore_eos, request.logprobs), (3, false, None));
     let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
@@ -52,14 +52,14 @@ async fn a_whole_answer_has_the_shape_of_the_api() {
             "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 }
         })
     );
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_stream_has_the_shape_of_the_api() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({ "prompt": [1, 2], "stream": true, "stream_options": { "include_usage": true } });
-    let (request, response) = house.play(body, answer("hi")).await;
+    let (request, response) = server.play(body, answer("hi")).await;
     assert_eq!(request.prompt[..], [1, 2]);
     assert_eq!(request.max_tokens, 16);
     assert_eq!(response.header("content-type"), Some("text/event-stream; charset=utf-8"));
@@ -82,18 +82,18 @@ async fn a_stream_has_the_shape_of_the_api() {
         assert_eq!((&event["object"], &event["model"]), (&json!("text_completion"), &json!("tiny")));
         assert_eq!(event["created"], events[0]["created"]);
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn half_characters_wait_for_their_other_half() {
-    let mut house = House::open();
-    // The last two bytes begin a character that never ends.
+    let mut server = House::open();
+    // The last two bytes begin a character that is never completed.
     let mut events = answer("aé🦀b");
     events.splice(events.len() - 1.., [0xe2, 0x82].map(|byte| TokenEvent::Token(bare(byte))));
     events.push(TokenEvent::Finished(FinishReason::Stop));
     let body = json!({ "prompt": "p", "stream": true, "return_token_ids": true });
-    let (_, response) = house.play(body, events).await;
+    let (_, response) = server.play(body, events).await;
     let events = response.events();
     let texts: Vec<_> = events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
     assert_eq!(texts, ["a", "é", "🦀", "b", "\u{fffd}"]);
@@ -103,16 +103,16 @@ async fn half_characters_wait_for_their_other_half() {
     assert_eq!(events[1]["choices"][0].get("prompt_token_ids"), None);
     assert_eq!(events[4]["choices"][0]["finish_reason"], "stop");
 
-    // A character that the prompt begins is the answer's once it is complete.
+    // A character that starts in the prompt belongs to the generated text once it is complete.
     let second_half = vec![TokenEvent::Token(bare(0xa9)), TokenEvent::Finished(FinishReason::Stop)];
-    let (_, response) = house.play(json!({ "prompt": [0xc3] }), second_half).await;
+    let (_, response) = server.play(json!({ "prompt": [0xc3] }), second_half).await;
     assert_eq!(response.json()["choices"][0]["text"], "é");
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn echo_with_logprobs_places_every_token() {
-    let mut house = House::open();
+    let mut server = House::open();
     let events = || {
         vec![
             TokenEvent::Prompt(vec![bare(BOS), scored(0xc3, -1.0, &[(0xc3, -1.0)])]),
@@ -128,7 +128,7 @@ async fn echo_with_logprobs_places_every_token() {
             "stream": stream, "return_token_ids": true
         })
     };
-    let (request, response) = house.play(body(false), events()).await;
+    let (request, response) = server.play(body(false), events()).await;
     assert!(request.prompt_logprobs);
     assert_eq!(request.logprobs, Some(2));
     let choice = &response.json()["choices"][0];
@@ -146,8 +146,8 @@ async fn echo_with_logprobs_places_every_token() {
     assert_eq!(choice["token_ids"], json!([99]));
     assert_eq!(choice["prompt_token_ids"], json!([BOS, 0xc3, 0xa9, 98]));
 
-    // The stream's chunks, put together, say the same.
-    let (_, response) = house.play(body(true), events()).await;
+    // The concatenated chunks of the stream are the same.
+    let (_, response) = server.play(body(true), events()).await;
     let chunks = response.events();
     let text: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
     assert_eq!(text, "ébc");
@@ -159,65 +159,66 @@ async fn echo_with_logprobs_places_every_token() {
         );
     }
     assert_eq!(joined(&chunks, |choice| &choice["token_ids"]), [json!(99)]);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn echo_alone_repeats_the_prompt_and_needs_no_answer() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({ "prompt": "héllo", "echo": true, "max_tokens": 0 });
-    let (request, response) = house.play(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
+    let (request, response) = server.play(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
     assert_eq!((request.max_tokens, request.prompt_logprobs), (0, false));
     assert_eq!(response.json()["choices"][0]["text"], "héllo");
     assert_eq!(response.json()["usage"]["completion_tokens"], 0);
     let (_, response) =
-        house.play(json!({ "prompt": "hé", "echo": true, "stream": true }), answer("y")).await;
+        server.play(json!({ "prompt": "hé", "echo": true, "stream": true }), answer("y")).await;
     let texts: Vec<_> = response.events().iter().map(|event| event["choices"][0]["text"].clone()).collect();
     assert_eq!(texts, ["hé", "y", ""]);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn logprobs_zero_is_the_token_alone() {
-    let mut house = House::open();
+    let mut server = House::open();
     let events = vec![TokenEvent::Token(scored(97, -0.5, &[])), TokenEvent::Finished(FinishReason::Stop)];
-    let (_, response) = house.play(json!({ "prompt": "p", "logprobs": 0 }), events).await;
+    let (_, response) = server.play(json!({ "prompt": "p", "logprobs": 0 }), events).await;
     assert_eq!(response.json()["choices"][0]["logprobs"]["top_logprobs"], json!([{ "a": -0.5 }]));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn an_empty_prompt_is_the_token_that_opens_a_text() {
-    let mut house = House::open();
+    let mut server = House::open();
     for prompt in [json!(""), json!([]), json!([""]), json!([[]])] {
-        let (request, response) = house.play(json!({ "prompt": prompt }), answer("x")).await;
+        let (request, response) = server.play(json!({ "prompt": prompt }), answer("x")).await;
         assert_eq!((response.status, &request.prompt[..]), (200, &[BOS][..]), "{prompt}");
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_long_text_is_tokenised_like_a_short_one() {
-    let mut house = House::open();
+    let mut server = House::open();
     let text = "long ".repeat(4000);
-    let (request, _) = house.play(json!({ "prompt": [text] }), answer("x")).await;
+    let (request, _) = server.play(json!({ "prompt": [text] }), answer("x")).await;
     assert!(request.prompt.iter().copied().eq(text.bytes().map(u32::from)));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn seeds_are_the_clients_or_all_different() {
-    let mut house = House::open();
+    let mut server = House::open();
     let seeds = [json!(7), json!(-1), json!(u64::MAX), json!(null), json!(null)];
     let mut got = Vec::new();
     for seed in seeds {
-        let (request, _) = house.play(json!({ "prompt": "p", "seed": seed, "top_k": -1 }), answer("x")).await;
+        let (request, _) =
+            server.play(json!({ "prompt": "p", "seed": seed, "top_k": -1 }), answer("x")).await;
         assert_eq!(request.sampling.top_k, 0);
         got.push(request.sampling.seed);
     }
     assert_eq!(got[..3], [7, u64::MAX, u64::MAX]);
     assert_ne!(got[3], got[4]);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
@@ -240,30 +241,30 @@ async fn every_refusal_has_its_status_and_object() {
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
     ] {
         let message = refusal.to_string();
-        let house = House::with(Some(refusal), |config| config.retry_after = Duration::from_secs(3));
-        let response = house.post(r#"{"prompt": "p", "stream": true}"#).await;
+        let server = House::with(Some(refusal), |config| config.retry_after = Duration::from_secs(3));
+        let response = server.post(r#"{"prompt": "p", "stream": true}"#).await;
         assert_eq!(response.status, status, "{message}");
         assert_eq!(response.error(), (code.to_string(), param));
         assert_eq!(response.json()["error"]["message"], message);
         assert_eq!(response.header("retry-after"), retry, "{message}");
-        house.close().await;
+        server.close().await;
     }
 }
 
 #[actix_web::test]
-async fn wrong_bodies_are_told_by_parameter() {
-    let house = House::open();
+async fn errors_in_bodies_name_the_parameter() {
+    let server = House::open();
     let ids = "token id 257 is not in the vocabulary of 257";
     for (body, code, param, part) in [
         ("{", "malformed_body", Value::Null, "JSON"),
-        ("[1]", "malformed_body", Value::Null, "no JSON object"),
+        ("[1]", "malformed_body", Value::Null, "not a JSON object"),
         ("{}", "invalid_value", json!("prompt"), "missing"),
         (r#"{"prompt": 5}"#, "invalid_value", json!("prompt"), "not 5"),
-        (r#"{"prompt": ["a", 1]}"#, "invalid_value", json!("prompt"), "1 beside others of another kind"),
-        (r#"{"prompt": [[1], "b"]}"#, "invalid_value", json!("prompt"), "\"b\" beside others of another"),
+        (r#"{"prompt": ["a", 1]}"#, "invalid_value", json!("prompt"), "1 differs from the first element"),
+        (r#"{"prompt": [[1], "b"]}"#, "invalid_value", json!("prompt"), "\"b\" differs from the first"),
         (r#"{"prompt": [[1], [257]]}"#, "invalid_value", json!("prompt"), ids),
-        (r#"{"prompt": [1, "b"]}"#, "invalid_value", json!("prompt"), "\"b\" stands where a token id"),
-        (r#"{"prompt": [1, -2]}"#, "invalid_value", json!("prompt"), "-2 stands where a token id"),
+        (r#"{"prompt": [1, "b"]}"#, "invalid_value", json!("prompt"), "\"b\" is not a token id"),
+        (r#"{"prompt": [1, -2]}"#, "invalid_value", json!("prompt"), "-2 is not a token id"),
         (r#"{"prompt": [1, 257]}"#, "invalid_value", json!("prompt"), ids),
         (r#"{"prompt": "p", "max_tokens": "9"}"#, "invalid_value", json!("max_tokens"), "not \"9\""),
         (r#"{"prompt": "p", "max_tokens": -1}"#, "invalid_value", json!("max_tokens"), "not -1"),
@@ -271,23 +272,23 @@ async fn wrong_bodies_are_told_by_parameter() {
         (r#"{"prompt": "p", "temperature": "hot"}"#, "invalid_value", json!("temperature"), "a number"),
         (r#"{"prompt": "p", "top_p": []}"#, "invalid_value", json!("top_p"), "a list"),
         (r#"{"prompt": "p", "min_p": {}}"#, "invalid_value", json!("min_p"), "an object"),
-        (r#"{"prompt": "p", "top_k": 1.5}"#, "invalid_value", json!("top_k"), "whole"),
+        (r#"{"prompt": "p", "top_k": 1.5}"#, "invalid_value", json!("top_k"), "integer"),
         (r#"{"prompt": "p", "top_k": -2}"#, "invalid_value", json!("top_k"), "-2"),
-        (r#"{"prompt": "p", "seed": 1.5}"#, "invalid_value", json!("seed"), "whole"),
+        (r#"{"prompt": "p", "seed": 1.5}"#, "invalid_value", json!("seed"), "integer"),
         (r#"{"prompt": "p", "logprobs": 21}"#, "invalid_value", json!("logprobs"), "20"),
         (r#"{"prompt": "p", "logprobs": true}"#, "invalid_value", json!("logprobs"), "true"),
         (r#"{"prompt": "p", "echo": 1}"#, "invalid_value", json!("echo"), "true or false"),
         (r#"{"prompt": "p", "stream": "yes"}"#, "invalid_value", json!("stream"), "true or false"),
         (r#"{"prompt": "p", "ignore_eos": 0}"#, "invalid_value", json!("ignore_eos"), "true or false"),
-        (r#"{"prompt": "p", "model": 1}"#, "invalid_value", json!("model"), "a text"),
+        (r#"{"prompt": "p", "model": 1}"#, "invalid_value", json!("model"), "a string"),
         (r#"{"prompt": "p", "stream_options": {}}"#, "invalid_value", json!("stream_options"), "stream"),
         (r#"{"prompt": "p", "model": "big"}"#, "model_not_found", json!("model"), "'big'"),
         (r#"{"prompt": 5, "model": "big"}"#, "model_not_found", json!("model"), "'big'"),
         (r#"{"prompt": "p", "n": 0}"#, "invalid_value", json!("n"), "from 1 to 128"),
         (r#"{"prompt": "p", "n": 129}"#, "invalid_value", json!("n"), "from 1 to 128"),
         (r#"{"prompt": "p", "best_of": 2}"#, "unsupported_parameter", json!("best_of"), "not supported"),
-        (r#"{"prompt": "p", "stop": [""]}"#, "invalid_value", json!("stop"), "empty text"),
-        (r#"{"prompt": "p", "stop": [true]}"#, "invalid_value", json!("stop"), "true where a stop"),
+        (r#"{"prompt": "p", "stop": [""]}"#, "invalid_value", json!("stop"), "empty string"),
+        (r#"{"prompt": "p", "stop": [true]}"#, "invalid_value", json!("stop"), "must not contain true"),
         (r#"{"prompt": "p", "stop": [257]}"#, "invalid_value", json!("stop"), ids),
         (r#"{"prompt": "p", "stop_token_ids": ["x"]}"#, "invalid_value", json!("stop_token_ids"), "\"x\""),
         (r#"{"prompt": "p", "min_tokens": -1}"#, "invalid_value", json!("min_tokens"), "not -1"),
@@ -297,92 +298,97 @@ async fn wrong_bodies_are_told_by_parameter() {
             r#"{"prompt": "p", "max_tokens": 1, "max_completion_tokens": 2}"#,
             "invalid_value",
             json!("max_completion_tokens"),
-            "one limit",
+            "only one",
         ),
         (r#"{"prompt": "p", "suffix": "x"}"#, "unsupported_parameter", json!("suffix"), "not supported"),
-        (r#"{"prompt": "p", "bogus": 1}"#, "unsupported_parameter", json!("bogus"), "no parameter 'bogus'"),
+        (
+            r#"{"prompt": "p", "bogus": 1}"#,
+            "unsupported_parameter",
+            json!("bogus"),
+            "unknown parameter 'bogus'",
+        ),
     ] {
-        let response = house.post(body).await;
+        let response = server.post(body).await;
         assert_eq!(response.status, if code == "model_not_found" { 404 } else { 400 }, "{body}");
         assert_eq!(response.error(), (code.to_string(), param), "{body}");
         let message = response.json()["error"]["message"].to_string().replace("\\\"", "\"");
         assert!(message.contains(part), "{body}: {message}");
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn parameters_that_ask_for_nothing_are_taken() {
-    let mut house = House::open();
+async fn unsupported_parameters_without_effect_are_accepted() {
+    let mut server = House::open();
     let body = json!({
         "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,
         "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null,
         "unheard_of": null
     });
-    let (_, response) = house.play(body, answer("x")).await;
+    let (_, response) = server.play(body, answer("x")).await;
     assert_eq!(response.status, 200, "{}", response.body);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn wrong_paths_methods_and_sizes_have_error_objects() {
-    let house = House::with(None, |config| config.body_limit_bytes = 1024);
-    let nowhere = house.get("/v2/nothing").await;
+    let server = House::with(None, |config| config.body_limit_bytes = 1024);
+    let nowhere = server.get("/v2/nothing").await;
     assert_eq!((nowhere.status, nowhere.error().0.as_str()), (404, "not_found"));
-    let method = house.get(COMPLETIONS).await;
+    let method = server.get(COMPLETIONS).await;
     assert_eq!((method.status, method.error().0.as_str()), (405, "method_not_allowed"));
     assert_eq!(method.header("allow"), Some("post"));
-    let large = house.post(&json!({ "prompt": "x".repeat(2000) }).to_string()).await;
+    let large = server.post(&json!({ "prompt": "x".repeat(2000) }).to_string()).await;
     assert_eq!((large.status, large.error().0.as_str()), (413, "body_too_large"));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_failure_amid_a_stream_is_an_event_before_the_end() {
-    let mut house = House::open();
+    let mut server = House::open();
     let failed = TokenEvent::Failed(RequestError::DeviceFailed("smoke".into()));
     let body = |stream: bool| {
         let options = if stream { json!({ "include_usage": true }) } else { Value::Null };
         json!({ "prompt": "p", "stream": stream, "stream_options": options })
     };
-    let (_, response) = house.play(body(true), vec![TokenEvent::Token(bare(97)), failed.clone()]).await;
+    let (_, response) = server.play(body(true), vec![TokenEvent::Token(bare(97)), failed.clone()]).await;
     let events = response.events();
     assert_eq!(events.len(), 2);
     assert_eq!(events[0]["choices"][0]["text"], "a");
     assert_eq!(events[1]["error"]["code"], "device_failed");
-    // Without a word from the engine it is a failure too, and a whole answer becomes a 500.
-    let (_, response) = house.play(body(true), vec![]).await;
+    // A channel closed without an event is a failure too. A JSON response becomes a 500.
+    let (_, response) = server.play(body(true), vec![]).await;
     assert_eq!(response.events()[0]["error"]["code"], "internal_error");
-    let (_, response) = house.play(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
+    let (_, response) = server.play(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "device_failed"));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_client_that_hangs_up_drops_its_stream() {
-    let mut house = House::open();
-    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = house.call().await;
+    let mut server = House::open();
+    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.call().await;
     events.send(TokenEvent::Token(bare(97)));
     client.read_until("\"text\":\"a\"").await;
     assert!(!events.is_closed());
     drop(client);
     until(|| events.is_closed()).await;
 
-    let client = house.begin(r#"{"prompt": "p"}"#).await;
-    let (_, events) = house.call().await;
+    let client = server.begin(r#"{"prompt": "p"}"#).await;
+    let (_, events) = server.call().await;
     events.send(TokenEvent::Token(bare(97)));
     assert!(!events.is_closed());
     drop(client);
     until(|| events.is_closed()).await;
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn a_silent_stream_sends_comments() {
-    let mut house = House::with(None, |config| config.stream_comment_interval = Duration::from_millis(5));
-    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = house.call().await;
+    let mut server = House::with(None, |config| config.stream_comment_interval = Duration::from_millis(5));
+    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.call().await;
     client.read_until(": keep-alive\n\n").await;
     events.send(TokenEvent::Token(bare(97)));
     events.send(TokenEvent::Finished(FinishReason::Stop));
@@ -391,14 +397,14 @@ async fn a_silent_stream_sends_comments() {
         response.body.split_inclusive("\n\n").filter(|frame| *frame != ": keep-alive\n\n").collect();
     assert_eq!(data.len(), 3, "{}", response.body);
     assert!(data[0].contains("\"text\":\"a\"") && data[2] == "data: [DONE]\n\n", "{data:?}");
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn request_ids_go_both_ways() {
-    let house = House::with(Some(RequestError::Draining), |_| {});
+    let server = House::with(Some(RequestError::Draining), |_| {});
     let id_for = async |header: String| {
-        let client = Client::send(house.address, "POST", COMPLETIONS, &header, r#"{"prompt": "p"}"#).await;
+        let client = Client::send(server.address, "POST", COMPLETIONS, &header, r#"{"prompt": "p"}"#).await;
         client.response().await.header("x-request-id").expect("there is always one").to_string()
     };
     assert_eq!(id_for("X-Request-Id: trace-1.b:2_c\r\n".into()).await, "trace-1.b:2_c");
@@ -407,59 +413,59 @@ async fn request_ids_go_both_ways() {
     let (first, second) = (id_for(String::new()).await, id_for("X-Request-Id: \u{e9}\r\n".into()).await);
     assert_eq!((first.len(), second.len()), (32, 32));
     assert_ne!(first, second);
-    assert_eq!(house.get("/nowhere").await.header("x-request-id").map(str::len), Some(32));
-    house.close().await;
+    assert_eq!(server.get("/nowhere").await.header("x-request-id").map(str::len), Some(32));
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn the_server_tells_about_itself() {
-    let mut house = House::open();
-    let models = house.get("/v1/models").await.json();
+async fn models_version_and_metrics_are_reported() {
+    let mut server = House::open();
+    let models = server.get("/v1/models").await.json();
     assert_eq!(models["object"], "list");
     let card = json!({
         "id": "tiny", "object": "model", "created": 1, "owned_by": "mainstem", "max_model_len": 64,
         "kind": "decoder", "endpoints": ["/v1/chat/completions", "/v1/completions"], "context": 64
     });
     assert_eq!(models["data"], json!([card]));
-    assert_eq!(house.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
-    house.play(json!({ "prompt": "p" }), answer("x")).await;
-    let metrics = house.get("/metrics").await;
+    assert_eq!(server.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
+    server.play(json!({ "prompt": "p" }), answer("x")).await;
+    let metrics = server.get("/metrics").await;
     assert!(metrics.header("content-type").unwrap().starts_with("text/plain"));
     let answered = r#"mainstem_http_requests_total{method="POST",path="/v1/completions",status="200"}"#;
     assert!(metrics.body.contains(answered), "{}", metrics.body);
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn health_follows_the_decode_loop() {
-    let house = House::with(None, |config| config.stalled_after = Duration::from_nanos(1));
-    let healthy = house.get("/health").await;
+    let server = House::with(None, |config| config.stalled_after = Duration::from_nanos(1));
+    let healthy = server.get("/health").await;
     assert_eq!((healthy.status, healthy.json()), (200, json!({ "status": "ok" })));
-    house.status.running.store(1, Ordering::Relaxed);
-    let stalled = house.get("/health").await;
+    server.status.running.store(1, Ordering::Relaxed);
+    let stalled = server.get("/health").await;
     assert_eq!((stalled.status, stalled.json()), (503, json!({ "status": "stalled" })));
-    house.status.running.store(0, Ordering::Relaxed);
-    assert_eq!(house.get("/health").await.status, 200, "without requests silence is no bad sign");
-    house.status.fail();
-    let failed = house.get("/health").await;
+    server.status.running.store(0, Ordering::Relaxed);
+    assert_eq!(server.get("/health").await.status, 200, "without requests a silent decode loop is healthy");
+    server.status.fail();
+    let failed = server.get("/health").await;
     assert_eq!((failed.status, failed.json()), (503, json!({ "status": "failed" })));
-    house.close().await;
-    let house = House::with(None, |_| {});
-    house.status.draining.store(true, Ordering::Relaxed);
-    let draining = house.get("/health").await;
+    server.close().await;
+    let server = House::with(None, |_| {});
+    server.status.draining.store(true, Ordering::Relaxed);
+    let draining = server.get("/health").await;
     assert_eq!((draining.status, draining.json()), (503, json!({ "status": "draining" })));
     assert_eq!(draining.header("retry-after"), Some("1"));
-    house.close().await;
+    server.close().await;
 }
 
-/// Tokens without text, such as end tokens that are ignored, leave as they are made all the same.
+/// Tokens without text, such as ignored end tokens, are also sent as they are generated.
 #[actix_web::test]
 async fn tokens_without_text_are_not_held_back() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body =
         json!({ "prompt": "p", "stream": true, "ignore_eos": true, "return_token_ids": true }).to_string();
-    let mut client = house.begin(&body).await;
-    let (_, events) = house.call().await;
+    let mut client = server.begin(&body).await;
+    let (_, events) = server.call().await;
     for made in 1..=3 {
         events.send(TokenEvent::Token(bare(BOS)));
         let ids = format!("\"token_ids\":[{BOS}]");
@@ -469,43 +475,43 @@ async fn tokens_without_text_are_not_held_back() {
     }
     events.send(TokenEvent::Finished(FinishReason::Length));
     assert_eq!(client.response().await.status, 200);
-    house.close().await;
+    server.close().await;
 }
 
-/// Shutdown waits for answers, not for an upload that never ends.
+/// Shutdown waits for responses, but not for an upload that never ends.
 #[actix_web::test]
 async fn an_unfinished_upload_holds_nothing_up() {
-    let house = House::open();
-    let mut client = Client { stream: TcpStream::connect(house.address).await.unwrap(), read: Vec::new() };
+    let server = House::open();
+    let mut client = Client { stream: TcpStream::connect(server.address).await.unwrap(), read: Vec::new() };
     let head =
         "POST /v1/completions HTTP/1.1\r\nHost: test\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n{";
     assert_eq!(client.stream.try_write(head.as_bytes()).unwrap(), head.len());
-    // The handler has begun to read.
+    // The handler has started to read the body.
     client.read_until("100 Continue").await;
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
 async fn long_bodies_take_turns_and_all_are_served() {
-    let mut house = House::open();
+    let mut server = House::open();
     let body = json!({ "prompt": "p".repeat(20_000) }).to_string();
     let mut clients = Vec::new();
     for _ in 0..8 {
-        clients.push(house.begin(&body).await);
+        clients.push(server.begin(&body).await);
     }
     for _ in 0..8 {
-        let (request, events) = house.call().await;
+        let (request, events) = server.call().await;
         assert_eq!(request.prompt.len(), 20_000);
         events.send(TokenEvent::Finished(FinishReason::Stop));
     }
     for client in clients {
         assert_eq!(client.response().await.status, 200);
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn who_finds_too_many_waiting_for_a_turn_is_refused_and_who_leaves_is_counted_no_longer() {
+async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
     let turns = super::Turns::new(1);
     let held = turns.wait().await.unwrap();
     let mut waiting: Vec<_> = (0..super::Turns::WAITING_MAX).map(|_| Box::pin(turns.wait())).collect();
@@ -518,65 +524,65 @@ async fn who_finds_too_many_waiting_for_a_turn_is_refused_and_who_leaves_is_coun
     let mut last = Box::pin(turns.wait());
     assert!(last.as_mut().now_or_never().is_none());
     drop(held);
-    drop(timeout(DEADLINE, waiting.remove(0)).await.expect("its turn comes").unwrap());
+    drop(timeout(DEADLINE, waiting.remove(0)).await.expect("the permit becomes free").unwrap());
 }
 
 #[actix_web::test]
 async fn the_first_stop_lets_requests_finish_and_takes_no_new_ones() {
-    let mut house = House::open();
-    let mut client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = house.call().await;
+    let mut server = House::open();
+    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.call().await;
     events.send(TokenEvent::Token(bare(97)));
     client.read_until("\"text\":\"a\"").await;
-    house.stops.send(()).unwrap();
-    until(|| house.status.is_draining()).await;
-    let refused = house.post(r#"{"prompt": "p"}"#).await;
+    server.stops.send(()).unwrap();
+    until(|| server.status.is_draining()).await;
+    let refused = server.post(r#"{"prompt": "p"}"#).await;
     assert_eq!((refused.status, refused.error().0.as_str()), (503, "shutting_down"));
     assert!(refused.header("retry-after").is_some());
-    assert_eq!(house.get("/health").await.status, 503);
+    assert_eq!(server.get("/health").await.status, 503);
     events.send(TokenEvent::Token(bare(98)));
     events.send(TokenEvent::Finished(FinishReason::Stop));
     assert_eq!(client.response().await.events().len(), 3);
-    assert_eq!(house.ending().await, Ending::Drained);
+    assert_eq!(server.ending().await, Ending::Drained);
 }
 
 #[actix_web::test]
-async fn the_second_stop_and_the_end_of_time_cut_requests_off() {
-    let mut house = House::open();
-    let _client = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = house.call().await;
-    house.stops.send(()).unwrap();
-    until(|| house.status.is_draining()).await;
-    house.stops.send(()).unwrap();
-    assert_eq!(house.ending().await, Ending::Cut);
+async fn the_second_stop_and_the_drain_timeout_abort_requests() {
+    let mut server = House::open();
+    let _client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.call().await;
+    server.stops.send(()).unwrap();
+    until(|| server.status.is_draining()).await;
+    server.stops.send(()).unwrap();
+    assert_eq!(server.ending().await, Ending::Cut);
     until(|| events.is_closed()).await;
 
-    let mut house = House::draining(None, |_| {}, Duration::from_millis(1));
-    let _client = house.begin(r#"{"prompt": "p"}"#).await;
-    let (_, events) = house.call().await;
-    house.stops.send(()).unwrap();
-    assert_eq!(house.ending().await, Ending::TimedOut);
+    let mut server = House::draining(None, |_| {}, Duration::from_millis(1));
+    let _client = server.begin(r#"{"prompt": "p"}"#).await;
+    let (_, events) = server.call().await;
+    server.stops.send(()).unwrap();
+    assert_eq!(server.ending().await, Ending::TimedOut);
     until(|| events.is_closed()).await;
 }
 
 #[actix_web::test]
-async fn what_is_cut_off_ends_in_an_error() {
-    let mut house = House::open();
-    let mut stream = house.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = house.call().await;
-    let whole = house.begin(r#"{"prompt": "p"}"#).await;
-    let _engine_never_answers = house.call().await;
+async fn aborted_requests_end_with_an_error() {
+    let mut server = House::open();
+    let mut stream = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.call().await;
+    let whole = server.begin(r#"{"prompt": "p"}"#).await;
+    let _engine_never_answers = server.call().await;
     events.send(TokenEvent::Token(bare(97)));
     stream.read_until("\"text\":\"a\"").await;
-    house.stops.send(()).unwrap();
-    house.stops.send(()).unwrap();
+    server.stops.send(()).unwrap();
+    server.stops.send(()).unwrap();
     let (stream, whole) = (stream.response().await.events(), whole.response().await);
     assert_eq!(stream.last().unwrap()["error"]["code"], "shut_down");
     assert_eq!((whole.status, whole.error().0.as_str()), (503, "shut_down"));
-    assert_eq!(house.ending().await, Ending::Cut);
+    assert_eq!(server.ending().await, Ending::Cut);
 }
 
-/// What a recorder of its own saw of a reply to `events`, taken in by `pieces` calls and then dropped.
+/// Returns the metrics of a reply to `events` that is polled `pieces` times and then dropped.
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {

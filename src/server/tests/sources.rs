@@ -1,4 +1,5 @@
-//! Completions of encoder-decoders: the prompt is the source, and the decoder has a beginning of its own.
+//! Tests of completions by encoder-decoder models: the prompt is the encoder input, and the decoder has its
+//! own start tokens.
 
 use super::house::{
     BOS, COMPLETIONS, DEADLINE, House, Response, answer, bare, model, scored, tokenizer_with,
@@ -13,7 +14,7 @@ const EOS: u32 = 257;
 const EN: u32 = 258;
 const DE: u32 = 259;
 const FR: u32 = 260;
-/// Tokens of the longest source.
+/// Maximum number of encoder input tokens.
 const LONGEST: usize = 12;
 
 fn translator(forced_bos: Option<u32>) -> ModelInfo {
@@ -28,7 +29,7 @@ fn translator(forced_bos: Option<u32>) -> ModelInfo {
     }
 }
 
-/// Around a text, the tokenizer puts these.
+/// Starts a server whose tokenizer adds the tokens `before` and `after` around texts.
 fn house_with(model: ModelInfo, before: &[&str], after: &[&str]) -> House {
     let names = ["<s>", "</s>", "__en__", "__de__", "fra_Latn"];
     let special = |name: &&str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
@@ -47,34 +48,34 @@ fn house(forced_bos: Option<u32>) -> House {
     house_with(translator(forced_bos), &["__en__"], &["</s>"])
 }
 
-async fn ask(house: &mut House, body: Value) -> (Request, Response) {
-    house.play(body, answer("x")).await
+async fn ask(server: &mut House, body: Value) -> (Request, Response) {
+    server.play(body, answer("x")).await
 }
 
 #[actix_web::test]
 async fn the_prompt_is_the_source_and_the_decoder_starts() {
     for (forced, opening) in [(None, vec![EOS]), (Some(DE), vec![EOS, DE])] {
-        let mut house = house(forced);
+        let mut server = house(forced);
         let body = json!({ "prompt": "ab", "return_token_ids": true, "max_tokens": 3 });
-        let (request, response) = house.play(body, answer("xyz")).await;
+        let (request, response) = server.play(body, answer("xyz")).await;
         assert_eq!((&request.source[..], &request.prompt[..]), (&[EN, 97, 98, EOS][..], &opening[..]));
         assert_eq!(request.max_tokens, 3);
         let mut json = response.json();
         let usage = json["usage"].take();
-        assert_eq!(usage["prompt_tokens"], 4 + opening.len(), "of source and decoder");
+        assert_eq!(usage["prompt_tokens"], 4 + opening.len(), "of encoder input and decoder start");
         let choice = json!({
             "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length",
             "token_ids": [120, 121, 122], "prompt_token_ids": [EN, 97, 98, EOS],
             "decoder_prompt_token_ids": opening
         });
         assert_eq!(json["choices"], json!([choice]));
-        house.close().await;
+        server.close().await;
     }
 }
 
 #[actix_web::test]
-async fn the_decoder_begins_as_it_is_told() {
-    let mut house = house(Some(FR));
+async fn the_request_determines_the_decoder_start() {
+    let mut server = house(Some(FR));
     for (wish, opening) in [
         (json!({ "forced_bos_token": "__de__" }), vec![EOS, DE]),
         (json!({ "forced_bos_token": "de" }), vec![EOS, DE]),
@@ -90,16 +91,16 @@ async fn the_decoder_begins_as_it_is_told() {
     ] {
         let mut body = wish.clone();
         body["prompt"] = "a".into();
-        let (request, response) = ask(&mut house, body).await;
+        let (request, response) = ask(&mut server, body).await;
         assert_eq!(request.prompt[..], opening[..], "{wish}: {}", response.body);
         assert_eq!(request.source[..], [EN, 97, EOS], "{wish}");
     }
-    house.close().await;
+    server.close().await;
 }
 
-/// In the place where the tokenizer has a language, or else first; ids are as they are.
+/// The language token replaces the tokenizer's own, or else comes first. Token ids are unchanged.
 #[actix_web::test]
-async fn a_source_is_in_its_language() {
+async fn the_language_token_is_set() {
     let cases: [(&[&str], &[&str], Vec<u32>); 4] = [
         (&["__en__"], &["</s>"], vec![DE, 97, EOS]),
         (&[], &["</s>", "__en__"], vec![97, EOS, DE]),
@@ -107,27 +108,27 @@ async fn a_source_is_in_its_language() {
         (&["<s>"], &["</s>"], vec![DE, BOS, 97, EOS]),
     ];
     for (before, after, source) in cases {
-        let mut house = house_with(translator(None), before, after);
+        let mut server = house_with(translator(None), before, after);
         for name in ["de", "__de__"] {
-            let (request, _) = ask(&mut house, json!({ "prompt": "a", "source_lang": name })).await;
+            let (request, _) = ask(&mut server, json!({ "prompt": "a", "source_lang": name })).await;
             assert_eq!(request.source[..], source[..], "{before:?} {after:?}");
         }
         let bare = json!({ "prompt": "a", "source_lang": "de", "add_special_tokens": false });
-        assert_eq!(ask(&mut house, bare).await.0.source[..], [DE, 97]);
-        let (request, _) = ask(&mut house, json!({ "prompt": [FR, 7] })).await;
+        assert_eq!(ask(&mut server, bare).await.0.source[..], [DE, 97]);
+        let (request, _) = ask(&mut server, json!({ "prompt": [FR, 7] })).await;
         assert_eq!(request.source[..], [FR, 7]);
-        house.close().await;
+        server.close().await;
     }
 }
 
 #[actix_web::test]
 async fn each_source_gets_its_choices() {
-    let mut house = house(None);
-    let client = house
+    let mut server = house(None);
+    let client = server
         .begin(r#"{"prompt": ["a", "bc"], "n": 2, "seed": 3, "stream": true, "return_token_ids": true}"#)
         .await;
     for (source, seed) in [("a", 3), ("a", 4), ("bc", 3), ("bc", 4)] {
-        let (request, sender) = house.call().await;
+        let (request, sender) = server.call().await;
         assert_eq!((request.source.len(), request.sampling.seed), (source.len() + 2, seed));
         answer(source).into_iter().for_each(|event| sender.send(event));
     }
@@ -139,14 +140,14 @@ async fn each_source_gets_its_choices() {
         assert_eq!(text, *source);
         assert_eq!(mine().filter(|choice| choice.get("decoder_prompt_token_ids").is_some()).count(), 1);
     }
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn an_echo_is_of_the_decoders_beginning() {
-    let mut house = house(None);
+async fn echo_repeats_the_decoder_prompt() {
+    let mut server = house(None);
     let body = json!({ "prompt": "a", "decoder_prompt": "hi", "echo": true });
-    let (_, response) = house.play(body, answer("!")).await;
+    let (_, response) = server.play(body, answer("!")).await;
     assert_eq!(response.json()["choices"][0]["text"], "hi!");
     let body = json!({ "prompt": "a", "decoder_prompt": "h", "echo": true, "logprobs": 0 });
     let events = vec![
@@ -154,43 +155,48 @@ async fn an_echo_is_of_the_decoders_beginning() {
         TokenEvent::Token(scored(105, -0.5, &[])),
         TokenEvent::Finished(FinishReason::Stop),
     ];
-    let (request, response) = house.play(body, events).await;
+    let (request, response) = server.play(body, events).await;
     assert!(request.prompt_logprobs);
     let logprobs = response.json()["choices"][0]["logprobs"].clone();
     assert_eq!(logprobs["tokens"], json!(["</s>", "h", "i"]));
     assert_eq!(logprobs["token_logprobs"], json!([null, -1.0, -0.5]));
-    house.close().await;
+    server.close().await;
 }
 
 #[actix_web::test]
-async fn wrong_wishes_are_told_by_parameter() {
-    let house = house(None);
+async fn errors_name_the_parameter() {
+    let server = house(None);
     for (wish, code, param, part) in [
         (json!({ "decoder_prompt": 5 }), "invalid_value", "decoder_prompt", "not 5"),
-        (json!({ "decoder_prompt": [] }), "invalid_value", "decoder_prompt", "without ids"),
+        (json!({ "decoder_prompt": [] }), "invalid_value", "decoder_prompt", "at least one token id"),
         (json!({ "decoder_prompt": [261] }), "invalid_value", "decoder_prompt", "token id 261"),
         (json!({ "decoder_prompt": [["a"]] }), "invalid_value", "decoder_prompt", "a list"),
         (
             json!({ "decoder_prompt": [1], "forced_bos_token": "de" }),
             "invalid_value",
             "decoder_prompt",
-            "taken as they are",
+            "cannot be combined",
         ),
-        (json!({ "forced_bos_token": "xx" }), "invalid_value", "forced_bos_token", "'xx' is no token"),
-        (json!({ "forced_bos_token": 5 }), "invalid_value", "forced_bos_token", "a text"),
+        (json!({ "forced_bos_token": "xx" }), "invalid_value", "forced_bos_token", "no token 'xx'"),
+        (json!({ "forced_bos_token": 5 }), "invalid_value", "forced_bos_token", "a string"),
         (json!({ "forced_bos_token_id": 261 }), "invalid_value", "forced_bos_token_id", "261"),
         (
             json!({ "forced_bos_token": "de", "forced_bos_token_id": DE }),
             "invalid_value",
             "forced_bos_token_id",
-            "one is enough",
+            "mutually exclusive",
         ),
-        (json!({ "source_lang": "d" }), "invalid_value", "source_lang", "'d' is no language"),
-        (json!({ "source_lang": "</s>" }), "invalid_value", "source_lang", "'</s>' is no language"),
-        (json!({ "source_lang": "<s>" }), "invalid_value", "source_lang", "'<s>' is no language"),
-        (json!({ "source_lang": "de", "prompt": [1] }), "invalid_value", "source_lang", "as they are"),
-        (json!({ "prompt": [] }), "invalid_value", "prompt", "nothing to read"),
-        (json!({ "prompt": "", "add_special_tokens": false }), "invalid_value", "prompt", "nothing to read"),
+        (json!({ "source_lang": "d" }), "invalid_value", "source_lang", "no language token for 'd'"),
+        (json!({ "source_lang": "</s>" }), "invalid_value", "source_lang", "no language token for '</s>'"),
+        (json!({ "source_lang": "<s>" }), "invalid_value", "source_lang", "no language token for '<s>'"),
+        (json!({ "source_lang": "de", "prompt": [1] }), "invalid_value", "source_lang", "cannot be combined"),
+        (json!({ "prompt": [] }), "invalid_value", "prompt", "needs at least one token"),
+        (
+            json!({ "prompt": "", "add_special_tokens": false }),
+            "invalid_value",
+            "prompt",
+            "needs at least one token",
+        ),
         (
             json!({ "prompt": vec![1; 13] }),
             "context_length_exceeded",
@@ -200,7 +206,7 @@ async fn wrong_wishes_are_told_by_parameter() {
     ] {
         let mut body = json!({ "prompt": "a" });
         body.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
-        let response = house.post(&body.to_string()).await;
+        let response = server.post(&body.to_string()).await;
         let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
         assert_eq!(
             (response.status, response.error()),
@@ -209,12 +215,13 @@ async fn wrong_wishes_are_told_by_parameter() {
         );
         assert!(message.contains(part), "{body}: {message}");
     }
-    house.close().await;
+    server.close().await;
 }
 
-/// Each of a list by its place, and a beginning that cannot be before anything is made of it for each.
+/// Errors name the index of a prompt in a list. Decoder start ids are checked once, before they are used per
+/// prompt.
 #[actix_web::test]
-async fn wrong_members_of_a_list_are_told_by_their_place() {
+async fn errors_name_the_index_of_the_prompt() {
     let short = House::of(
         ModelInfo { context: 20, longest: 20, vocab: 258, ..translator(None) },
         tokenizer_with(&["<s>", "</s>", "__en__", "<extra_id_0>"], Value::Null),
@@ -252,21 +259,21 @@ async fn wrong_members_of_a_list_are_told_by_their_place() {
     short.close().await;
 }
 
-/// As many prompts as there can be, and a long beginning of them all, take the room of one.
+/// All prompts of a request share one allocation of the decoder start ids.
 #[actix_web::test]
-async fn a_beginning_is_held_once() {
-    let mut house = house(None);
-    let client = house.begin(r#"{"prompt": ["a", "b", "c"], "decoder_prompt": "hi"}"#).await;
-    let calls = [house.call().await, house.call().await, house.call().await];
+async fn decoder_start_ids_are_shared() {
+    let mut server = house(None);
+    let client = server.begin(r#"{"prompt": ["a", "b", "c"], "decoder_prompt": "hi"}"#).await;
+    let calls = [server.call().await, server.call().await, server.call().await];
     assert!(calls.iter().all(|(request, _)| Arc::ptr_eq(&request.prompt, &calls[0].0.prompt)));
     calls.iter().for_each(|(_, sender)| answer("x").into_iter().for_each(|event| sender.send(event)));
     assert_eq!(client.response().await.status, 200);
-    house.close().await;
+    server.close().await;
 }
 
-/// A decoder has one prompt, and a translator no chats.
+/// Decoders reject the encoder-decoder parameters; an encoder-decoder has no chat endpoint.
 #[actix_web::test]
-async fn each_kind_is_asked_in_its_own_way() {
+async fn endpoints_and_parameters_depend_on_the_kind_of_model() {
     let decoders = House::open();
     for (wish, param) in [
         (json!({ "decoder_prompt": "a" }), "decoder_prompt"),
@@ -280,18 +287,22 @@ async fn each_kind_is_asked_in_its_own_way() {
         assert_eq!(response.error(), ("unsupported_parameter".into(), json!(param)));
     }
     decoders.close().await;
-    let house = house(None);
+    let server = house(None);
     let body = json!({ "messages": [{ "role": "user", "content": "hi" }] }).to_string();
-    let chat = super::house::Client::send(house.address, "POST", "/v1/chat/completions", "", &body);
+    let chat = super::house::Client::send(server.address, "POST", "/v1/chat/completions", "", &body);
     let response = chat.await.response().await;
     assert_eq!((response.status, response.error()), (400, ("wrong_endpoint".into(), json!("model"))));
     let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
     assert!(message.contains("an encoder-decoder") && message.contains(COMPLETIONS), "{message}");
-    let card = house.get("/v1/models/tiny").await.json();
+    let card = server.get("/v1/models/tiny").await.json();
     assert_eq!((&card["kind"], &card["source_context"]), (&json!("encoder_decoder"), &json!(12)));
     assert_eq!((&card["endpoints"], card.get("dimensions")), (&json!([COMPLETIONS]), None));
     let body = json!({ "prompt": "ab" }).to_string();
-    let tokenized = super::house::Client::send(house.address, "POST", "/v1/tokenize", "", &body).await;
-    assert_eq!(tokenized.response().await.json()["max_model_len"], LONGEST, "a source is tokenised");
-    house.close().await;
+    let tokenized = super::house::Client::send(server.address, "POST", "/v1/tokenize", "", &body).await;
+    assert_eq!(
+        tokenized.response().await.json()["max_model_len"],
+        LONGEST,
+        "the limit is that of the encoder input"
+    );
+    server.close().await;
 }

@@ -1,6 +1,6 @@
-//! A chat's choice: a message, or the difference a chunk makes to it, and log-probabilities token by token.
+//! Choices of chat completions: a message, or a chunk's delta to it, and log-probabilities per token.
 //!
-//! Invariant: the deltas of a stream, put together, are the message.
+//! Invariant: the concatenated deltas of a stream are the message.
 
 use super::{Finish, Part, TokenIds, writable};
 use crate::text::Tokenizer;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 const ASSISTANT: &str = "assistant";
 
-/// A choice of a whole answer.
+/// A choice of a JSON response.
 #[derive(Debug, Serialize)]
 pub struct Choice {
     pub index: usize,
@@ -20,7 +20,7 @@ pub struct Choice {
     pub ids: TokenIds,
 }
 
-/// A choice of a chunk.
+/// A choice of a stream's chunk.
 #[derive(Debug, Serialize)]
 pub struct ChunkChoice {
     pub index: usize,
@@ -32,7 +32,7 @@ pub struct ChunkChoice {
     pub ids: TokenIds,
 }
 
-/// What the model said.
+/// The generated message.
 #[derive(Debug, Serialize)]
 pub struct Message {
     role: &'static str,
@@ -40,23 +40,24 @@ pub struct Message {
     refusal: Option<String>,
 }
 
-/// What a chunk adds to the message.
+/// What a chunk appends to the message.
 #[derive(Debug, Default, Serialize)]
 pub struct Delta {
-    /// In a choice's first chunk.
+    /// Set only in a choice's first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<String>,
 }
 
-/// Log-probabilities of the answer's tokens.
+/// Log-probabilities of the generated tokens.
 #[derive(Debug, Serialize)]
 pub struct Logprobs {
     content: Vec<ScoredToken>,
     refusal: Option<String>,
 }
 
+/// A generated token with the most likely tokens at its position.
 #[derive(Debug, Serialize)]
 struct ScoredToken {
     #[serde(flatten)]
@@ -64,9 +65,10 @@ struct ScoredToken {
     top_logprobs: Vec<OneToken>,
 }
 
+/// A token with its log-probability.
 #[derive(Debug, Serialize)]
 struct OneToken {
-    /// Bytes that are no UTF-8 are U+FFFD here.
+    /// Text of the token, with U+FFFD in place of invalid UTF-8.
     token: String,
     logprob: f32,
     bytes: Vec<u8>,
@@ -79,19 +81,19 @@ impl Message {
 }
 
 impl Delta {
-    /// What opens a choice.
+    /// Returns the first delta of a choice: the role, and empty text.
     pub fn opening() -> Delta {
         Delta { role: Some(ASSISTANT), content: Some(String::new()) }
     }
 
-    /// More text, if there is any.
+    /// Returns a delta with more text; without content if `content` is empty.
     pub fn text(content: String) -> Delta {
         Delta { role: None, content: (!content.is_empty()).then_some(content) }
     }
 }
 
 impl Logprobs {
-    /// Those of a part's tokens.
+    /// Builds the log-probabilities of the tokens of `part`.
     pub fn of(part: &Part, tokenizer: &Tokenizer) -> Logprobs {
         let one = |id: u32, logprob: f32| OneToken {
             token: tokenizer.token_text(id),

@@ -1,6 +1,6 @@
-//! A completion's choice: text, and log-probabilities in four lists.
+//! Choices of text completions: text, and log-probabilities in four parallel lists.
 //!
-//! Invariant: the lists have one entry for each token, and an offset counts characters of the choice's text.
+//! Invariant: the lists have one entry per token, and offsets count characters of the choice's text.
 
 use super::{Finish, Part, TokenIds, writable};
 use crate::actors::reply::PlacedToken;
@@ -8,7 +8,7 @@ use crate::text::Tokenizer;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-/// The answer, or a part of it.
+/// A choice of a JSON response, or of a stream's chunk.
 #[derive(Debug, Serialize)]
 pub struct Choice {
     pub index: usize,
@@ -20,24 +20,24 @@ pub struct Choice {
     pub ids: TokenIds,
 }
 
-/// One entry for each token, in four lists.
+/// Log-probabilities of a choice's tokens, as parallel lists.
 #[derive(Debug, Default, Serialize)]
 pub struct Logprobs {
     pub tokens: Vec<String>,
-    /// Null for a prompt's first token.
+    /// Null for the first token of a prompt.
     pub token_logprobs: Vec<Option<f32>>,
     pub top_logprobs: Vec<Option<TopLogprobs>>,
-    /// Characters before the token in the text.
+    /// Number of characters of the text before each token.
     pub text_offset: Vec<usize>,
 }
 
-/// Texts of the most likely tokens with their log-probabilities, most likely first, and the token itself.
-/// No text stands twice; the more likely token has it.
+/// Texts of the most likely tokens with their log-probabilities, most likely first, then the generated token.
+/// If two tokens have the same text, the more likely one is kept.
 #[derive(Debug)]
 pub struct TopLogprobs(Vec<(String, f32)>);
 
 impl Logprobs {
-    /// Those of a part's tokens.
+    /// Builds the log-probabilities of the tokens of `part`.
     pub fn of(part: &Part, tokenizer: &Tokenizer) -> Logprobs {
         let mut logprobs = Logprobs::default();
         part.tokens.iter().for_each(|placed| logprobs.push(placed, tokenizer));

@@ -1,13 +1,13 @@
-//! Vectors as they leave: a list with one for each text, its numbers as a list or as base64.
+//! Response of the embeddings API: one vector per text, as a list of numbers or as base64.
 //!
-//! Invariant: the base64 is of the numbers in single precision, little-endian, one after the other.
+//! Invariant: the base64 form encodes the numbers in single precision, little-endian.
 
 use super::InputUsage;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde::{Serialize, Serializer};
 
-/// `POST /v1/embeddings`.
+/// Response of `POST /v1/embeddings`.
 #[derive(Debug, Serialize)]
 pub struct Embeddings {
     pub object: &'static str,
@@ -16,7 +16,7 @@ pub struct Embeddings {
     pub usage: InputUsage,
 }
 
-/// One text's.
+/// The embedding of one text.
 #[derive(Debug, Serialize)]
 pub struct Embedding {
     pub object: &'static str,
@@ -24,7 +24,7 @@ pub struct Embedding {
     pub embedding: Numbers,
 }
 
-/// The numbers of a vector, as they were asked for.
+/// The numbers of a vector, in the requested encoding.
 #[derive(Debug)]
 pub enum Numbers {
     List(Vec<f32>),

@@ -1,11 +1,11 @@
-//! What fits the masks of texts: a list with one entry for each text, in it one for each mask, in it the candidates.
+//! Response of the fill-mask API: the texts, their masks, and the candidates of each mask.
 //!
-//! Invariant: a candidate has the members that transformers' own answers have, and its log-probability.
+//! Invariant: a candidate has the fields of transformers' fill-mask pipeline, and its log-probability.
 
 use super::InputUsage;
 use serde::Serialize;
 
-/// `POST /v1/fill-mask`.
+/// Response of `POST /v1/fill-mask`.
 #[derive(Debug, Serialize)]
 pub struct Fillings {
     pub object: &'static str,
@@ -14,31 +14,32 @@ pub struct Fillings {
     pub usage: InputUsage,
 }
 
-/// One text's.
+/// The masks of one text.
 #[derive(Debug, Serialize)]
 pub struct Filling {
     pub object: &'static str,
     pub index: usize,
-    /// In the order of the text.
+    /// Masks in the order of the text.
     pub masks: Vec<Mask>,
 }
 
-/// One mask's.
+/// The candidates of one mask.
 #[derive(Debug, Serialize)]
 pub struct Mask {
-    /// Tokens before it, those that the tokenizer puts before the text included.
+    /// Number of tokens before the mask, including those that the tokenizer adds before the text.
     pub position: usize,
-    /// Most likely first.
+    /// Candidates, most likely first.
     pub candidates: Vec<Candidate>,
 }
 
+/// A token that may replace a mask.
 #[derive(Debug, Serialize)]
 pub struct Candidate {
     pub token: u32,
     pub token_str: String,
-    /// A probability.
+    /// Probability of the token.
     pub score: f32,
     pub logprob: f32,
-    /// The text with this mask filled; with its special tokens if it has other masks.
+    /// The text with the mask replaced; it includes special tokens if the text has further masks.
     pub sequence: String,
 }

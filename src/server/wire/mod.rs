@@ -1,7 +1,6 @@
-//! The OpenAI wire types that leave: answers' envelope, models, and our small objects beside them.
+//! Response types of the HTTP API: the OpenAI types, and this server's own small objects.
 //!
-//! Invariant: what is `None` here is `null` on the wire where every choice of the API has the field, and absent
-//! elsewhere.
+//! Invariant: `None` is serialized as `null` if the OpenAI API always has the field, and omitted otherwise.
 
 pub mod chat;
 
@@ -16,24 +15,24 @@ use crate::actors::reply::{End, Origin, Piece, PlacedToken, Usage as Tokens};
 use crate::request::FinishReason;
 use serde::Serialize;
 
-/// The logarithm written for a probability of zero, as JSON has no infinity.
+/// Log-probability written for a probability of zero: JSON has no infinity.
 const LOGPROB_MIN: f32 = -9999.0;
 
-/// An answer, whole or one chunk of its stream.
+/// A JSON response, or one chunk of a stream.
 #[derive(Debug, Serialize)]
 pub struct Envelope<'a, C> {
     pub id: &'a str,
     pub object: &'static str,
-    /// Seconds of Unix time.
+    /// Creation time, in seconds of Unix time.
     pub created: u64,
     pub model: &'a str,
-    /// Empty in the chunk that carries the usage.
+    /// Choices; empty in the chunk with the usage.
     pub choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
 }
 
-/// Tokens taken.
+/// Token counts of a generation request.
 #[derive(Debug, Serialize)]
 pub struct Usage {
     pub prompt_tokens: usize,
@@ -41,7 +40,7 @@ pub struct Usage {
     pub total_tokens: usize,
 }
 
-/// Tokens taken where none are made.
+/// Token counts of a request that generates no tokens.
 #[derive(Debug, Serialize)]
 pub struct InputUsage {
     prompt_tokens: usize,
@@ -49,32 +48,33 @@ pub struct InputUsage {
 }
 
 impl InputUsage {
+    /// Creates the usage of a request with `tokens` input tokens.
     pub fn of(tokens: usize) -> InputUsage {
         InputUsage { prompt_tokens: tokens, total_tokens: tokens }
     }
 }
 
-/// What has come of one choice: one piece, or all of them.
+/// Output of one choice: of one reply delta, or of all together.
 #[derive(Debug, Default)]
 pub struct Part {
     pub text: String,
-    /// Tokens with their log-probabilities, those of an echoed prompt among them.
+    /// Tokens with their log-probabilities, including those of an echoed prompt.
     pub tokens: Vec<PlacedToken>,
-    /// How many of these are the prompt's; they come first.
+    /// Number of prompt tokens among `tokens`; they come first.
     pub prompt_tokens: usize,
     pub end: Option<End>,
 }
 
-/// Why a choice is over, as both APIs have it.
+/// Why a choice ended, as in both APIs.
 #[derive(Debug, Default, Serialize)]
 pub struct Finish {
     pub finish_reason: Option<&'static str>,
-    /// The stop string or token that came; an extension.
+    /// The stop string or token that ended the choice; an extension of the API.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
 }
 
-/// A stop that was asked for.
+/// A stop condition of the request.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum StopReason {
@@ -82,74 +82,74 @@ pub enum StopReason {
     Token(u32),
 }
 
-/// Token ids, if asked for.
+/// Token ids, if the request asks for them.
 #[derive(Debug, Default, Serialize)]
 pub struct TokenIds {
-    /// Of the generated tokens.
+    /// Ids of the generated tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
-    /// Of the prompt; in a stream, in the choice's first chunk.
+    /// Ids of the prompt; in a stream only in the choice's first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<u32>>,
-    /// Of what the decoder began with, where the prompt is read by an encoder.
+    /// Decoder start ids, if the prompt is the input of an encoder.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decoder_prompt_token_ids: Option<Vec<u32>>,
 }
 
-/// `GET /v1/models`.
+/// Response of `GET /v1/models`.
 #[derive(Debug, Serialize)]
 pub struct ModelList<'a> {
     pub object: &'static str,
     pub data: [Model<'a>; 1],
 }
 
-/// What is served.
+/// The served model.
 #[derive(Debug, Serialize)]
 pub struct Model<'a> {
     pub id: &'a str,
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Tokens of prompt and answer together, or of an encoder's text, at most.
+    /// Maximum number of tokens of prompt and generated text together, or of an encoder-only model's text.
     pub max_model_len: usize,
     pub kind: Kind,
-    /// What it can be asked for.
+    /// Paths of the endpoints that the model supports.
     pub endpoints: &'a [&'static str],
-    /// Tokens of prompt and answer that it was made for, or that the configuration allows.
+    /// Context length in tokens: the model's own, or the configured one.
     pub context: usize,
-    /// Tokens of the longest source that its encoder reads.
+    /// Maximum number of tokens of the encoder input.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source_context: Option<usize>,
-    /// Numbers of an embedding.
+    /// Length of an embedding.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dimensions: Option<usize>,
 }
 
-/// `POST /v1/tokenize`.
+/// Response of `POST /v1/tokenize`.
 #[derive(Debug, Serialize)]
 pub struct Tokenized {
     pub count: usize,
-    /// Tokens of prompt and answer together, at most.
+    /// Maximum number of tokens of prompt and generated text together, or of the encoder input.
     pub max_model_len: usize,
     pub tokens: Vec<u32>,
-    /// The tokens' texts, if asked for.
+    /// Texts of the tokens, if the request asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_strs: Option<Vec<String>>,
 }
 
-/// `POST /v1/detokenize`.
+/// Response of `POST /v1/detokenize`.
 #[derive(Debug, Serialize)]
 pub struct Detokenized {
     pub prompt: String,
 }
 
-/// `GET /health`.
+/// Response of `GET /health`.
 #[derive(Debug, Serialize)]
 pub struct Health {
     pub status: &'static str,
 }
 
-/// `GET /version`.
+/// Response of `GET /version`.
 #[derive(Debug, Serialize)]
 pub struct Version {
     pub version: &'static str,
@@ -170,7 +170,7 @@ impl From<Piece> for Part {
 }
 
 impl Part {
-    /// Puts a piece behind what is there.
+    /// Appends a reply delta.
     pub fn append(&mut self, piece: Piece) {
         let Part { text, tokens, prompt_tokens, end } = piece.into();
         self.text += &text;
@@ -179,7 +179,7 @@ impl Part {
         self.end = end;
     }
 
-    /// Ids of the generated tokens.
+    /// Returns the ids of the generated tokens.
     pub fn token_ids(&self) -> Vec<u32> {
         self.tokens[self.prompt_tokens..].iter().map(|placed| placed.token.id).collect()
     }
@@ -196,7 +196,7 @@ impl From<Option<&End>> for Finish {
     }
 }
 
-/// A log-probability that JSON can hold.
+/// Limits a log-probability to a value that JSON can represent.
 pub(super) fn writable(logprob: f32) -> f32 {
     logprob.max(LOGPROB_MIN)
 }

@@ -1,43 +1,47 @@
-//! Tokens that stand outside a vocabulary's own rules: found in a text before it is cut, and some of them
-//! special.
+//! Added tokens: they are found in a text before it is encoded, and some of them are special.
 //!
-//! Invariant: once resolved, every token has an id, and no two tokens share one.
+//! Invariant: resolved tokens have ids, and no two tokens share one.
 
 use super::VOCAB_MAX;
 use anyhow::{Result, ensure};
 use std::collections::{BTreeMap, HashMap};
 use tokenizers::AddedToken;
 
-/// A token as some file names it.
+/// An added token as a file specifies it.
 #[derive(Clone, Debug)]
 pub struct Added {
     token: AddedToken,
     id: Id,
 }
 
+/// How an added token gets its id.
 #[derive(Clone, Copy, Debug)]
 enum Id {
+    /// The id that the file gives.
     Given(u32),
-    /// The vocabulary's own; a token that it lacks is left out.
+    /// The vocabulary's id; the token is ignored if the vocabulary lacks it.
     Known,
-    /// The vocabulary's own, or the next free one.
+    /// The vocabulary's id, or else the next free one.
     Appended,
 }
 
 impl Added {
+    /// Creates a token with a given id.
     pub fn at(id: u32, token: AddedToken) -> Added {
         Added { token, id: Id::Given(id) }
     }
 
+    /// Creates a token that is ignored unless the vocabulary has it.
     pub fn known(token: AddedToken) -> Added {
         Added { token, id: Id::Known }
     }
 
+    /// Creates a token that gets the next free id unless the vocabulary has it.
     pub fn appended(token: AddedToken) -> Added {
         Added { token, id: Id::Appended }
     }
 
-    /// The id that the file gives it.
+    /// Returns the id that the file gives.
     pub fn id(&self) -> Option<u32> {
         match self.id {
             Id::Given(id) => Some(id),
@@ -46,8 +50,9 @@ impl Added {
     }
 }
 
-/// The tokens with their ids, in the order of these. `find` is the vocabulary, whose ids are below
-/// `vocabulary`.
+/// Assigns the ids of added tokens. Returns the tokens in the order of their ids. `find` looks up a token in
+/// the vocabulary, whose ids are below `vocabulary`. Fails if an id exceeds the limit or belongs to two
+/// tokens.
 pub fn resolve(
     added: Vec<Added>,
     vocabulary: u32,
@@ -75,18 +80,18 @@ pub fn resolve(
     Ok(by_id.into_iter().collect())
 }
 
-/// Every token once. One named twice is special if either says so, and otherwise as the first says; where it
-/// is appended, it comes at the later place.
+/// Merges duplicate tokens. A token is special if one of its duplicates is; its other properties are those of
+/// the first. If a later duplicate is appended, the token takes that position in the order.
 fn once_each(added: Vec<Added>) -> Vec<Added> {
     let mut tokens = Vec::<(usize, Added)>::new();
-    let mut places = HashMap::<String, usize>::new();
+    let mut positions = HashMap::<String, usize>::new();
     for (order, token) in added.into_iter().enumerate() {
-        let Some(place) = places.get(&token.token.content) else {
-            places.insert(token.token.content.clone(), tokens.len());
+        let Some(position) = positions.get(&token.token.content) else {
+            positions.insert(token.token.content.clone(), tokens.len());
             tokens.push((order, token));
             continue;
         };
-        let (first_order, first) = &mut tokens[*place];
+        let (first_order, first) = &mut tokens[*position];
         first.token.special |= token.token.special;
         match (first.id, token.id) {
             (Id::Known, id) => (*first_order, first.id) = (order, id),
@@ -138,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_named_twice_is_one_and_comes_where_it_is_appended() {
+    fn duplicates_are_merged_and_ordered_by_where_they_are_appended() {
         let added = vec![
             Added::known(token("<mask>").lstrip(true)),
             Added::appended(token("x")),

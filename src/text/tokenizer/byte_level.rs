@@ -1,6 +1,6 @@
-//! Byte-level pairs: the library's model, with tokens that spell every byte as a printable character.
+//! Byte-level BPE with the library's model; tokens write each byte as a printable character.
 //!
-//! Invariant: every pair and what it makes are tokens of the vocabulary.
+//! Invariant: both parts of every merge and its result are tokens of the vocabulary.
 
 use super::VOCAB_MAX;
 use super::pipeline::{Normalizer, Stages};
@@ -11,29 +11,29 @@ use std::collections::{BTreeMap, HashMap};
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
 use tokenizers::{NormalizerWrapper, normalizers::NFC};
 
-/// A vocabulary of tokens that pairs make.
+/// A byte-level BPE vocabulary with its merges.
 pub struct ByteLevel {
     vocabulary: HashMap<String, u32>,
     merges: Merges,
 }
 
-/// Whether a word that is a token as a whole is looked at before its pairs merge.
+/// Whether a word that is a token is encoded as that token without applying merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WholeWords {
     Merged,
     Taken,
 }
 
-/// What happens to a text before it is split.
+/// Unicode normalization of a text before it is split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Composing {
-    /// Nothing.
+    /// No normalization.
     None,
-    /// Characters and marks that make one character become it.
+    /// Normalization form C: canonical composition.
     Nfc,
 }
 
-/// An error that names two tokens with the same id.
+/// Checks that all ids are different. An error names two tokens with the same id.
 pub fn different_ids(vocabulary: &HashMap<String, u32>) -> Result<()> {
     let mut by_id: Vec<(u32, &str)> = vocabulary.iter().map(|(token, id)| (*id, token.as_str())).collect();
     by_id.sort_unstable();
@@ -45,7 +45,8 @@ pub fn different_ids(vocabulary: &HashMap<String, u32>) -> Result<()> {
 }
 
 impl ByteLevel {
-    /// A vocabulary without pairs yet. Ids must be different.
+    /// Creates a vocabulary without merges. Fails if it is empty, or if ids are not unique or exceed the
+    /// limit.
     pub fn new(vocabulary: HashMap<String, u32>) -> Result<ByteLevel> {
         ensure!(!vocabulary.is_empty(), "its vocabulary is empty");
         different_ids(&vocabulary)?;
@@ -54,7 +55,7 @@ impl ByteLevel {
         Ok(ByteLevel { vocabulary, merges: Vec::new() })
     }
 
-    /// Adds a pair, written with a space between, to merge after those before.
+    /// Appends a merge, written as two tokens with a space between them.
     pub fn push_merge(&mut self, line: &str) -> Result<()> {
         let parts = line.split_once(' ').filter(|(left, right)| !left.is_empty() && !right.contains(' '));
         let (left, right) =
@@ -66,23 +67,23 @@ impl ByteLevel {
         Ok(())
     }
 
-    /// The id of a token.
+    /// Returns the id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.vocabulary.get(token).copied()
     }
 
-    /// One more than the largest id.
+    /// Returns the largest id plus one.
     pub fn len(&self) -> u32 {
         self.vocabulary.values().max().map_or(0, |largest| largest + 1)
     }
 
-    /// What each id spells.
+    /// Returns the bytes of each id.
     pub fn pieces(&self) -> BTreeMap<u32, Vec<u8>> {
         self.vocabulary.iter().map(|(token, id)| (*id, Spelling::ByteLevel.bytes(token))).collect()
     }
 
-    /// The stages of this vocabulary, for texts that `pre_tokenizer`, as `tokenizer.json` writes it, splits
-    /// and spells.
+    /// Builds the pipeline components. `pre_tokenizer` is in the format of `tokenizer.json`; it splits texts
+    /// and writes each byte as a printable character.
     pub fn stages(
         self,
         composing: Composing,

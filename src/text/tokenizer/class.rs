@@ -1,17 +1,17 @@
-//! Which tokenizer a folder means: the files of a vocabulary alone do not say what to do with it.
+//! Tokenizer classes of transformers: the files of a vocabulary alone do not determine how it is used.
 //!
-//! Invariant: what a class does that is not done here is never done silently otherwise: such a class is
-//! `Other`.
+//! Invariant: a class with behaviour that is not implemented is `Other`, never silently treated as a known
+//! one.
 
 use std::fmt;
 
-/// Tokenizers by what they make of their files.
+/// Tokenizer class of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Class {
     Gpt2,
     Roberta,
     Qwen2,
-    /// The first Qwen, with a file of ranks.
+    /// The first Qwen, with a tiktoken rank file.
     Qwen,
     Bert,
     Llama,
@@ -23,11 +23,11 @@ pub enum Class {
     M2m100,
     Xglm,
     ChatGlm,
-    /// Named, and not known here.
+    /// A class that is not known here, with its name.
     Other(String),
 }
 
-/// Names of classes in transformers, and of kinds of models for folders that name no class.
+/// For each class, its names in transformers, and the model types that use it if a folder names no class.
 static NAMES: [(Class, &[&str], &[&str]); 14] = [
     (
         Class::Gpt2,
@@ -93,24 +93,24 @@ static NAMES: [(Class, &[&str], &[&str]); 14] = [
 ];
 
 impl Class {
-    /// The class of that name in transformers, "Fast" at its end left out.
+    /// Returns the class with this name in transformers, without the suffix "Fast".
     pub fn named(name: &str) -> Class {
         let known = NAMES.iter().find(|(_, names, _)| names.contains(&name));
         known.map_or_else(|| Class::Other(name.to_owned()), |(class, ..)| class.clone())
     }
 
-    /// The class that this kind of model has.
+    /// Returns the class of a model type.
     pub fn of_model(kind: &str) -> Option<Class> {
         NAMES.iter().find(|(_, _, kinds)| kinds.contains(&kind)).map(|(class, ..)| class.clone())
     }
 
-    /// Whether the mask stands for a word together with the spaces before it.
+    /// Returns whether the mask token includes the spaces before it.
     pub fn mask_takes_spaces(&self) -> bool {
         use Class::{M2m100, MBart, MBart50, Nllb, Roberta, XlmRoberta};
         matches!(self, Roberta | XlmRoberta | MBart | MBart50 | Nllb | M2m100)
     }
 
-    /// The token that plays a part where the settings name none.
+    /// Returns the class's default token for a role, such as `bos_token`.
     pub fn token(&self, role: &str) -> Option<&'static str> {
         let tokens: &[(&str, &str)] = match self {
             Class::Gpt2 => &[("bos_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>")],
@@ -144,7 +144,7 @@ impl Class {
     }
 }
 
-/// The first of its names in transformers.
+/// Writes the first of the class's names in transformers.
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,4 +1,5 @@
-//! A tokenizer in the making: what every kind of vocabulary but the library's own comes to.
+//! Components of a tokenizer: the common result of reading any kind of vocabulary other than
+//! `tokenizer.json`.
 //!
 //! Invariant: an added token's bytes are its name, whatever the vocabulary has at its id.
 
@@ -10,13 +11,13 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use tokenizers::AddedToken;
 
-/// What a tokenizer is made of.
+/// Components of a tokenizer.
 pub struct Draft {
     pub stages: Stages,
     pub joining: Joining,
-    /// What each id spells; without meaning if the library joins.
+    /// Bytes of each id; unused if the library decodes.
     pub pieces: BTreeMap<u32, Vec<u8>>,
-    /// In the order of ids.
+    /// Added tokens in the order of their ids.
     pub added: Vec<(u32, AddedToken)>,
     pub bos: Option<u32>,
     pub eos: Option<u32>,
@@ -24,7 +25,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// The tokenizer.
+    /// Builds the tokenizer.
     pub fn finish(self) -> Result<Tokenizer> {
         let Draft { stages, joining, mut pieces, added, bos, eos, around } = self;
         let pipeline = Pipeline::new(stages, &added)?;
@@ -40,7 +41,7 @@ impl Draft {
     }
 }
 
-/// The id of a token, an added one before one of the vocabulary.
+/// Returns the id of the token `name`. Added tokens take precedence over those of the vocabulary, `find`.
 pub fn id_of(added: &[(u32, AddedToken)], find: impl Fn(&str) -> Option<u32>, name: &str) -> Option<u32> {
     let added = added.iter().find(|(_, token)| token.content == name);
     added.map(|(id, _)| *id).or_else(|| find(name))

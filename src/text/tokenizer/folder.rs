@@ -1,17 +1,17 @@
-//! Which files of a folder make its tokenizer.
+//! Selection of the tokenizer files of a folder.
 //!
-//! Invariant: the first kind of the list that is there is taken, and one that is damaged is an error, never
-//! passed over for the next.
+//! Invariant: the first kind of file that exists is used; if it is damaged, that is an error rather than a
+//! reason to try the next.
 
 use super::settings::Settings;
 use super::{Tokenizer, json, sentencepiece, tiktoken, vocab_json, word_piece};
 use crate::formats::Folder;
 use anyhow::{Result, bail};
 
-/// Names that a file of ranks has beside those with its own extension.
+/// Name of a tiktoken rank file without the usual extension.
 const RANKS: &str = "tiktoken.model";
 
-/// The tokenizer of a folder.
+/// Reads the tokenizer of a folder.
 pub fn read(folder: &Folder) -> Result<Tokenizer> {
     let settings = Settings::read(folder)?;
     if let Some(content) = folder.read(json::FILE)? {
@@ -19,7 +19,7 @@ pub fn read(folder: &Folder) -> Result<Tokenizer> {
     }
     for file in sentencepiece::FILES {
         if let Some(content) = folder.read(file)? {
-            // Llama 3 has ranks under the name that Llama 2 had pieces under.
+            // Llama 3 has a rank file under the name of Llama 2's sentencepiece model.
             return match tiktoken::is_it(&content) {
                 true => tiktoken::read(folder, file, &content, settings),
                 false => sentencepiece::read(folder, file, &content, settings),
@@ -36,7 +36,7 @@ pub fn read(folder: &Folder) -> Result<Tokenizer> {
         return word_piece::read(folder, &content, settings);
     }
     bail!(
-        "{}: no tokenizer: it has none of {}, {}, *{}, {} with {}, {}",
+        "{}: no tokenizer found: there is none of {}, {}, *{}, {} with {}, {}",
         folder.path().display(),
         json::FILE,
         sentencepiece::FILES.join(", "),
@@ -47,14 +47,15 @@ pub fn read(folder: &Folder) -> Result<Tokenizer> {
     )
 }
 
+/// A file's name and content.
 type Named = (String, std::borrow::Cow<'static, [u8]>);
 
-/// The file of ranks, its name and content.
+/// Reads the rank file of a folder, if there is one. Several are an error.
 fn ranks(folder: &Folder) -> Result<Option<Named>> {
     let mut names = folder.names()?;
     names.retain(|name| name == RANKS || name.ends_with(tiktoken::EXTENSION));
     if let [first, second, ..] = &names[..] {
-        bail!("{}: both {first} and {second} are files of ranks", folder.path().display());
+        bail!("{}: both {first} and {second} are rank files", folder.path().display());
     }
     let Some(name) = names.pop() else { return Ok(None) };
     Ok(folder.read(&name)?.map(|content| (name, content)))

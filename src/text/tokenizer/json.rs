@@ -1,6 +1,7 @@
-//! `tokenizer.json`, the library's own file.
+//! `tokenizer.json`, the file format of the `tokenizers` library.
 //!
-//! Invariant: a decoder that only puts bytes side by side is known as one; the library joins for every other.
+//! Invariant: a decoder that only concatenates bytes is recognized as such; with any other the library
+//! decodes.
 
 use super::pieces::Pieces;
 use super::pipeline::Pipeline;
@@ -10,9 +11,10 @@ use super::{Around, Encoder, Joining, Tokenizer, VOCAB_MAX};
 use crate::formats::Folder;
 use anyhow::{Context, Result, ensure};
 
+/// Name of the file.
 pub const FILE: &str = "tokenizer.json";
 
-/// The tokenizer in the content of a folder's `tokenizer.json`.
+/// Reads the tokenizer of a folder with a `tokenizer.json`, whose content is given.
 pub fn read(folder: &Folder, content: &[u8], settings: &Settings) -> Result<Tokenizer> {
     let name = || folder.file(FILE).display().to_string();
     let pipeline = Pipeline::from_json(content).with_context(name)?;
@@ -25,29 +27,30 @@ pub fn read(folder: &Folder, content: &[u8], settings: &Settings) -> Result<Toke
     let given = pipeline.ids("", true).with_context(name)?;
     for id in &given {
         let is_there = (*id as usize) < pieces.len();
-        ensure!(is_there, "{}: it puts token {id} around a text, and has {} tokens", name(), pieces.len());
+        ensure!(is_there, "{}: it adds token {id} around a text, but has {} tokens", name(), pieces.len());
     }
     let around = around(&given, [bos, eos], wanted);
     let encoder = Encoder::Pipeline(Box::new(pipeline));
     Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, around })
 }
 
-/// What is to be put around a text or left out, where the pipeline puts `given` around an empty one.
+/// Determines which tokens to add around a text or to drop, if the pipeline itself adds `given` to an empty
+/// text.
 fn around(given: &[u32], [bos, eos]: [Option<u32>; 2], [add_bos, add_eos]: [Option<bool>; 2]) -> Around {
     let opens = bos.is_some() && given.first() == bos.as_ref();
     let closes = eos.is_some() && given[usize::from(opens)..].last() == eos.as_ref();
-    let put = |token: Option<u32>, wanted: Option<bool>, is_there: bool| {
+    let added = |token: Option<u32>, wanted: Option<bool>, is_there: bool| {
         token.filter(|_| wanted == Some(true) && !is_there).into_iter().collect()
     };
     Around {
-        before: put(bos, add_bos, opens),
-        after: put(eos, add_eos, closes),
+        before: added(bos, add_bos, opens),
+        after: added(eos, add_eos, closes),
         drops_first: opens && add_bos == Some(false),
         drops_last: closes && add_eos == Some(false),
     }
 }
 
-/// How the library's tokens join, and the bytes of each.
+/// Determines how token ids are decoded, and the bytes of each token.
 fn read_pieces(pipeline: &Pipeline) -> Result<(Joining, Pieces)> {
     let library = pipeline.library();
     let largest = library.get_vocab(true).into_values().max().context("its vocabulary is empty")?;
@@ -60,7 +63,7 @@ fn read_pieces(pipeline: &Pipeline) -> Result<(Joining, Pieces)> {
     Ok((Joining::Bytes { opening }, (0..=largest).map(bytes).collect()))
 }
 
-/// The bytes of every token up to the largest, as the library's decoder gives them.
+/// Returns the bytes of all tokens up to `largest`, as the library decodes them.
 pub fn library_pieces(pipeline: &Pipeline, largest: u32) -> Result<Pieces> {
     let piece = |id| match pipeline.library().id_to_token(id) {
         Some(_) => library_piece(pipeline, id).map(String::into_bytes),
@@ -69,8 +72,8 @@ pub fn library_pieces(pipeline: &Pipeline, largest: u32) -> Result<Pieces> {
     (0..=largest).map(piece).collect()
 }
 
-/// A token's text after another token: what it adds when it comes twice, or if that is nothing, its text
-/// alone.
+/// Returns a token's text after another token: the text that its second occurrence adds, or if that is empty,
+/// the text of the token alone.
 fn library_piece(pipeline: &Pipeline, id: u32) -> Result<String> {
     let decode =
         |ids: &[u32]| pipeline.text(ids).with_context(|| format!("its decoder cannot decode token {id}"));

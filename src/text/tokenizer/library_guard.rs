@@ -1,7 +1,7 @@
-//! What the library would believe of a `tokenizer.json`, looked at before it does: its rules for characters open with
-//! the size of their index, and the library makes room for as much as they say.
+//! Checks of a `tokenizer.json` before the library parses it: a character map begins with the size of its
+//! index, and the library allocates that size without checking it.
 //!
-//! Invariant: rules for characters that pass have an index that lies within them.
+//! Invariant: a character map that passes contains its whole index.
 
 use super::sentencepiece::charsmap::Charsmap;
 use anyhow::{Context, Result};
@@ -10,16 +10,16 @@ use base64::prelude::BASE64_STANDARD;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The key of such rules, wherever among the normalizers they are.
+/// Key of a character map, at any depth of the normalizers.
 const RULES: &str = "precompiled_charsmap";
 
-/// The part of the file that has them.
+/// The part of the file that may contain character maps.
 #[derive(Deserialize)]
 struct Normalizing {
     normalizer: Option<Value>,
 }
 
-/// Checks the rules for characters that are in the content of a `tokenizer.json`, if there are any.
+/// Checks all character maps in the content of a `tokenizer.json`.
 pub fn check(content: &[u8]) -> Result<()> {
     let file: Normalizing = serde_json::from_slice(content)?;
     file.normalizer.as_ref().map_or(Ok(()), check_normalizer)
@@ -37,7 +37,7 @@ fn check_normalizer(normalizer: &Value) -> Result<()> {
 }
 
 fn check_rules(rules: &str) -> Result<()> {
-    let bytes = BASE64_STANDARD.decode(rules).with_context(|| format!("'{RULES}' is no base 64"))?;
+    let bytes = BASE64_STANDARD.decode(rules).with_context(|| format!("'{RULES}' is not base64"))?;
     Charsmap::read(&bytes).map(drop)
 }
 
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A file with these rules, alone and among other normalizers.
+    /// Returns files with this character map, alone and among other normalizers.
     fn files(rules: &[u8]) -> [String; 2] {
         let rules = json!({"type": "Precompiled", "precompiled_charsmap": BASE64_STANDARD.encode(rules)});
         let sequence = json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, &rules]});
@@ -62,7 +62,7 @@ mod tests {
         for file in [12, 1 << 20, u32::MAX].into_iter().flat_map(|bytes| files(&claims(bytes))) {
             for spelled in [file.clone(), file.replace(RULES, "precompiled\\u005fcharsmap")] {
                 let error = check(spelled.as_bytes()).unwrap_err().to_string();
-                assert!(error.contains("the rules for characters say that their index has"), "{error}");
+                assert!(error.contains("the character map claims an index of"), "{error}");
             }
         }
     }

@@ -1,6 +1,6 @@
-//! The vocabulary of llama2.c: a file of scored pieces.
+//! Tokenizers of llama2.c, `tokenizer.bin`: a file of scored pieces.
 //!
-//! Invariant: text becomes pieces of text and single bytes only, never a control token.
+//! Invariant: text is encoded to text pieces and single bytes only, never to a control token.
 
 use super::draft::Draft;
 use super::pipeline::{self, Algorithm, Cutter, Stages, Unknown, Way};
@@ -12,22 +12,22 @@ use std::collections::BTreeMap;
 
 const BOS: u32 = 1;
 const EOS: u32 = 2;
-/// The unknown token and the two above.
+/// Number of control tokens: the unknown token, BOS and EOS.
 const CONTROLS: u32 = 3;
-/// Pieces after the controls and the 256 single bytes are text.
+/// Id of the first text piece, after the control tokens and the 256 bytes.
 const FIRST_TEXT: u32 = CONTROLS + 256;
 
-/// Pieces scored no better than this are never merged into.
+/// Pieces with this score or a lower one are never the result of a merge.
 const SCORE_MIN: f32 = -1e10;
 
-/// Reads the content of a `tokenizer.bin` of exactly `vocab` pieces: the length of the longest, and then for
-/// each its score (f32), its length (i32) and its bytes.
+/// Parses a `tokenizer.bin` of exactly `vocab` pieces: the length of the longest piece (i32), and then for
+/// each piece its score (f32), its length (i32) and its bytes.
 pub fn read(content: &[u8], vocab: usize) -> Result<Tokenizer> {
     let scored = read_pieces(content, vocab)?;
     let mut pieces = BTreeMap::new();
     for (id, (_, piece)) in (0u32..).zip(&scored) {
         let bytes = match id {
-            // Controls are written with a newline on either side.
+            // Control tokens are written with a newline on either side.
             0..CONTROLS => piece.trim_ascii().to_vec(),
             CONTROLS..FIRST_TEXT => vec![single_byte(id, piece)?],
             FIRST_TEXT.. => piece.to_vec(),
@@ -38,7 +38,7 @@ pub fn read(content: &[u8], vocab: usize) -> Result<Tokenizer> {
         stages: stages(&scored),
         joining: Joining::Bytes { opening: Opening::FirstDropped },
         pieces,
-        // Text that spells a control stays text.
+        // The name of a control token in a text is encoded as text.
         added: Vec::new(),
         bos: Some(BOS),
         eos: Some(EOS),
@@ -49,6 +49,7 @@ pub fn read(content: &[u8], vocab: usize) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
+/// Builds the pipeline components.
 fn stages(scored: &[(f32, &[u8])]) -> Stages {
     let kind = |score: f32| if score > SCORE_MIN { Kind::Merged } else { Kind::Unmerged };
     let text = (0u32..).zip(scored).skip(FIRST_TEXT as usize);
@@ -67,11 +68,11 @@ fn stages(scored: &[(f32, &[u8])]) -> Stages {
     }
 }
 
-/// The pieces in id order, (score, bytes) each.
+/// Parses the pieces. Returns (score, bytes) in the order of ids.
 fn read_pieces(content: &[u8], vocab: usize) -> Result<Vec<(f32, &[u8])>> {
     ensure!(
         vocab >= FIRST_TEXT as usize,
-        "a vocabulary of {vocab} has no room for three control tokens and 256 bytes"
+        "a vocabulary of {vocab} is too small for three control tokens and 256 bytes"
     );
     let mut rest = content;
     let longest = i32::from_le_bytes(take(&mut rest)?);
@@ -88,12 +89,13 @@ fn read_piece<'a>(rest: &mut &'a [u8], longest: i32) -> Result<(f32, &'a [u8])> 
     ensure!(score.is_finite(), "its score is {score}");
     let len = i32::from_le_bytes(take(rest)?);
     ensure!(len > 0, "its length is {len}");
-    ensure!(len <= longest, "its length is {len}, and the longest should have {longest} bytes");
+    ensure!(len <= longest, "its length is {len}, but the longest piece should have {longest} bytes");
     let piece = rest.split_off(..len as usize);
     let piece = piece.with_context(|| format!("truncated: {len} bytes expected, {} left", rest.len()))?;
     Ok((score, piece))
 }
 
+/// Takes `N` bytes from the front of `rest`.
 fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
     let Some((chunk, after)) = rest.split_first_chunk::<N>() else {
         anyhow::bail!("truncated: {N} bytes expected, {} left", rest.len());
@@ -102,12 +104,12 @@ fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
     Ok(*chunk)
 }
 
-/// The byte that token `id` stands for, which its piece must spell.
+/// Returns the byte of token `id`. Fails if its piece is not the name of that byte.
 fn single_byte(id: u32, piece: &[u8]) -> Result<u8> {
     let byte = (id - CONTROLS) as u8;
     let spelled = format!("<0x{byte:02X}>");
     let found = piece.escape_ascii();
-    ensure!(piece == spelled.as_bytes(), "token {id} should be the byte '{spelled}', and is '{found}'");
+    ensure!(piece == spelled.as_bytes(), "token {id} should be the byte '{spelled}', but is '{found}'");
     Ok(byte)
 }
 
@@ -125,7 +127,7 @@ mod tests {
         tokenizer.encode(text, false).unwrap()
     }
 
-    /// What llama2.c does, as plainly as it can be said: look at all neighbours, join the best, begin again.
+    /// Straightforward implementation of llama2.c's algorithm: merge the best pair of neighbours, and repeat.
     fn oracle(pieces: &[(f32, Vec<u8>)], text: &str) -> Vec<u32> {
         let find = |wanted: &[u8]| pieces.iter().position(|(_, piece)| piece == wanted);
         let mut ids: Vec<usize> = Vec::new();
@@ -157,7 +159,7 @@ mod tests {
     fn ids_are_those_of_the_plain_algorithm() {
         let mut dice = Dice::new(11);
         for _ in 0..60 {
-            // Few letters and few scores: long chains of merges and many ties.
+            // Few letters and few scores give long chains of merges and many ties.
             let pieces = scored_pieces(&mut dice, &["a", "b", " ", "é"], 40);
             let tokenizer = tokenizer(&pieces);
             for _ in 0..40 {
@@ -214,15 +216,19 @@ mod tests {
         assert!(refusal(&[&whole[..], b"\0"].concat(), vocab).contains("oversized: 1 bytes follow"));
         assert!(refusal(&whole, vocab - 1).contains("oversized"));
         assert!(refusal(&whole, vocab + 1).contains(&format!("token {vocab} of {}: truncated", vocab + 1)));
-        assert!(refusal(&whole, 258).contains("a vocabulary of 258 has no room"));
+        assert!(refusal(&whole, 258).contains("a vocabulary of 258 is too small"));
         let cases: [(usize, [u8; 4], &str); 7] = [
-            (0, 2i32.to_le_bytes(), "token 0 of 267: its length is 5, and the longest should have 2 bytes"),
+            (
+                0,
+                2i32.to_le_bytes(),
+                "token 0 of 267: its length is 5, but the longest piece should have 2 bytes",
+            ),
             (0, (-1i32).to_le_bytes(), "token 0 of 267: its length is 5"),
             (4, f32::NAN.to_le_bytes(), "token 0 of 267: its score is NaN"),
             (4, f32::INFINITY.to_le_bytes(), "token 0 of 267: its score is inf"),
             (8, 0i32.to_le_bytes(), "token 0 of 267: its length is 0"),
             (8, i32::MIN.to_le_bytes(), "token 0 of 267: its length is -"),
-            (8, i32::MAX.to_le_bytes(), "token 0 of 267: its length is 2147483647, and the longest"),
+            (8, i32::MAX.to_le_bytes(), "token 0 of 267: its length is 2147483647, but the longest"),
         ];
         for (at, word, reason) in cases {
             let mut content = whole.clone();
@@ -231,7 +237,7 @@ mod tests {
         }
         let mut unspelled = pieces.clone();
         unspelled[3 + 0x41].1 = b"<0x42>".to_vec();
-        let reason = "token 68 should be the byte '<0x41>', and is '<0x42>'";
+        let reason = "token 68 should be the byte '<0x41>', but is '<0x42>'";
         assert!(refusal(&scored_file(&unspelled), vocab).contains(reason));
     }
 

@@ -1,11 +1,12 @@
-//! A model's vocabulary: text to ids, ids to text, and what each id is alone.
+//! Tokenizers: text to token ids and back, and the text of single tokens.
 //!
-//! Every kind of vocabulary becomes one pipeline of the `tokenizers` library, its models or our own within.
-//! Decoding is ours for the decoders that put bytes side by side, which are those of nearly every generating
-//! model: a token's bytes then do not depend on its neighbours, and text can leave token by token.
+//! Every kind of vocabulary becomes a pipeline of the `tokenizers` library, with one of its models or one of
+//! this module's. Decoders that concatenate bytes, which are those of nearly all generative models, are
+//! implemented here: a token's bytes then do not depend on its neighbours, and text can be output token by
+//! token.
 //!
-//! Invariant: every id that encoding gives is below `vocab_size` and has its bytes here, and an id that the
-//! vocabulary lacks is decoded to nothing.
+//! Invariant: every encoded id is below `vocab_size` and has its bytes here, and ids outside the vocabulary
+//! decode to nothing.
 
 mod pieces;
 
@@ -60,10 +61,10 @@ pub use gguf::GgufVocabulary;
 #[cfg(test)]
 pub(crate) use spelling::byte_of_character;
 
-/// Ids must be below this: a vocabulary a hundred times the largest in use.
+/// Exclusive upper limit of token ids, a hundred times the size of the largest vocabulary in use.
 const VOCAB_MAX: u32 = 1 << 24;
 
-/// Text to ids and back.
+/// Converts text to token ids and back.
 pub struct Tokenizer {
     encoder: Encoder,
     joining: Joining,
@@ -74,22 +75,23 @@ pub struct Tokenizer {
     around: Around,
 }
 
+/// How text becomes token ids.
 enum Encoder {
     Pipeline(Box<Pipeline>),
-    /// A token for each byte.
+    /// One token per byte.
     Bytes,
 }
 
-/// How tokens become text.
+/// How token ids become text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Joining {
-    /// Their bytes side by side, but for spaces that open the whole text.
+    /// The tokens' bytes are concatenated; leading spaces of the whole text may be dropped.
     Bytes { opening: Opening },
-    /// As only the library knows.
+    /// The library's decoder is used.
     Library,
 }
 
-/// What becomes of spaces that open a text.
+/// Handling of leading spaces of a decoded text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Opening {
     Kept,
@@ -98,8 +100,8 @@ pub(super) enum Opening {
 }
 
 impl Opening {
-    /// How many of these bytes, with which the text opens or goes on opening, are dropped, and what holds for
-    /// those after them.
+    /// Returns how many of `bytes`, at the beginning of the text, are dropped, and the handling of the bytes
+    /// after them.
     pub(super) fn dropped(self, bytes: &[u8]) -> (usize, Opening) {
         let spaces = bytes.iter().take_while(|byte| **byte == b' ').count();
         match self {
@@ -112,19 +114,19 @@ impl Opening {
     }
 }
 
-/// What the model expects around a text, beyond what the pipeline puts there.
+/// Special tokens around a text, in addition to those that the pipeline adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Around {
     before: Vec<u32>,
     after: Vec<u32>,
-    /// The pipeline puts a token before every text, and the model's settings say not to.
+    /// Drop the first token, which the pipeline adds although the model's settings disable it.
     drops_first: bool,
-    /// The same at the end.
+    /// Drop the last token, which the pipeline adds although the model's settings disable it.
     drops_last: bool,
 }
 
 impl Around {
-    /// These tokens, if there are any.
+    /// Creates the surrounding tokens from an optional token before and one after a text.
     fn of(before: Option<u32>, after: Option<u32>) -> Around {
         let [before, after] = [before, after].map(|token| token.into_iter().collect());
         Around { before, after, ..Around::default() }
@@ -132,30 +134,35 @@ impl Around {
 }
 
 impl Tokenizer {
-    /// The tokenizer in a model's folder, from the first of these that is there, with the settings beside it:
-    /// `tokenizer.json`, a sentencepiece model, a file of ranks, `vocab.json` with `merges.txt`, `vocab.txt`.
+    /// Reads the tokenizer of a model folder, with the settings files beside it, from the first of these
+    /// files that exists: `tokenizer.json`, a sentencepiece model, a tiktoken rank file, `vocab.json` with
+    /// `merges.txt`, `vocab.txt`.
     pub fn from_folder(folder: &Folder) -> Result<Tokenizer> {
         folder::read(folder)
     }
 
-    /// The tokenizer of a llama2.c model with `vocab` tokens. BOS is 1, before every text; EOS is 2, but
-    /// models trained with llama2.c end a text with BOS.
+    /// Reads the tokenizer of a llama2.c model with `vocab` tokens. BOS is 1 and precedes every text; EOS is
+    /// 2, but models trained with llama2.c end a text with BOS.
     pub fn from_llama2c(file: &Path, vocab: usize) -> Result<Tokenizer> {
         let name = || file.display().to_string();
         let content = std::fs::read(file).with_context(name)?;
         llama2c::read(&content, vocab).with_context(name)
     }
 
-    /// The tokenizer within a GGUF file, which is named in errors.
+    /// Creates the tokenizer of a GGUF file from its vocabulary. Errors name `file`.
     pub fn from_gguf(file: &Path, vocabulary: &GgufVocabulary) -> Result<Tokenizer> {
         gguf::read(vocabulary).with_context(|| file.display().to_string())
     }
 
-    /// A stand-in for a model of `vocab` tokens, at least 256, that has no tokenizer: the first 256 are the
-    /// bytes, and each of the others, which encoding never gives, reads as a space and its id.
+    /// Creates a substitute tokenizer for a model of `vocab` tokens without a tokenizer. The first 256 tokens
+    /// are the bytes; the others are never encoded, and decode to a space and their id. Fails for fewer than
+    /// 256 tokens.
     pub fn bytes(vocab: usize) -> Result<Tokenizer> {
         const BYTES: usize = 256;
-        ensure!(vocab >= BYTES, "a vocabulary of {vocab} tokens has none for each byte: {BYTES} are needed");
+        ensure!(
+            vocab >= BYTES,
+            "a vocabulary of {vocab} tokens is too small: one token per byte needs {BYTES}"
+        );
         let mut pieces = Pieces::default();
         (0..=u8::MAX).for_each(|byte| pieces.push(&[byte]));
         (BYTES..vocab).for_each(|id| pieces.push(format!(" {id}").as_bytes()));
@@ -170,7 +177,7 @@ impl Tokenizer {
         })
     }
 
-    /// The ids of a text; with the tokens the model expects around it if `add_special`.
+    /// Encodes a text, with the special tokens that the model expects around it if `add_special` is set.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let ids = match &self.encoder {
             Encoder::Pipeline(pipeline) => pipeline.ids(text, add_special)?,
@@ -184,7 +191,7 @@ impl Tokenizer {
         Ok([before, ids.get(kept).unwrap_or_default(), after].concat())
     }
 
-    /// The text of ids. Bytes that are no UTF-8 become U+FFFD; ids the vocabulary does not have are left out.
+    /// Decodes token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are ignored.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let spoken = ids.iter().copied().filter(|id| self.is_spoken(*id, skip_special));
         let Joining::Bytes { opening } = self.joining else {
@@ -195,60 +202,61 @@ impl Tokenizer {
         Ok(String::from_utf8_lossy(&bytes[dropped..]).into_owned())
     }
 
-    /// One more than the largest id.
+    /// Returns the largest id plus one.
     pub fn vocab_size(&self) -> usize {
         self.pieces.len()
     }
 
-    /// The bytes of a token, as it stands amid others; a special token's are its name.
+    /// Returns the bytes of a token within a text; a special token's are its name.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.pieces.get(id)
     }
 
-    /// The token alone, as it stands amid others; bytes that are no UTF-8 become U+FFFD.
+    /// Returns the text of a single token, as within a text. Invalid UTF-8 becomes U+FFFD.
     pub fn token_text(&self, id: u32) -> String {
         String::from_utf8_lossy(self.pieces.get(id)).into_owned()
     }
 
-    /// The token of that name, such as `<mask>`, or of that text.
+    /// Returns the id of the token with this name, such as `<mask>`, or with this text.
     pub fn token_id(&self, name: &str) -> Option<u32> {
         match self.encode(name, false).ok()?[..] {
-            // A name that is none is cut to pieces, or unknown.
+            // Other texts are split into several tokens, or become the unknown token.
             [id] if self.token_text(id).trim_start() == name.trim_start() => Some(id),
             _ => None,
         }
     }
 
-    /// The token that opens a text.
+    /// Returns the BOS token.
     pub fn bos_id(&self) -> Option<u32> {
         self.bos
     }
 
-    /// The token that ends a text, as the tokenizer's files say; a model's own settings may name others.
+    /// Returns the EOS token of the tokenizer's files; a model's own settings may name others.
     pub fn eos_id(&self) -> Option<u32> {
         self.eos
     }
 
-    /// Whether a token steers the model and is no text.
+    /// Returns whether a token is special: a control token rather than text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains(&id)
     }
 
-    /// Whether a token has a part in the text: it has bytes, and is not skipped.
+    /// Returns whether a token contributes to the decoded text: it has bytes and is not skipped.
     pub(super) fn is_spoken(&self, id: u32, skip_special: bool) -> bool {
         let skipped = skip_special && self.is_special(id);
         !skipped && !self.pieces.get(id).is_empty()
     }
 
+    /// Returns how token ids become text.
     pub(super) fn joining(&self) -> Joining {
         self.joining
     }
 
-    /// The text of tokens that are all spoken, by the library's decoder.
+    /// Decodes tokens that all contribute text, with the library's decoder.
     pub(super) fn join(&self, ids: &[u32]) -> Result<String> {
         match &self.encoder {
             Encoder::Pipeline(pipeline) => pipeline.text(ids),
-            Encoder::Bytes => unreachable!("its pieces are joined as bytes; this is a bug"),
+            Encoder::Bytes => unreachable!("byte tokenizers are not decoded by the library; this is a bug"),
         }
     }
 }

@@ -1,12 +1,12 @@
-//! The bytes of every token of a vocabulary, in one allocation.
+//! The bytes of all tokens of a vocabulary, in one allocation.
 //!
-//! Invariant: an id the vocabulary does not have is a token without bytes.
+//! Invariant: an id outside the vocabulary has no bytes.
 
-/// Bytes by token id.
+/// Bytes of tokens, by token id.
 #[derive(Clone, Debug, Default)]
 pub struct Pieces {
     bytes: Vec<u8>,
-    /// Where each token's bytes end; they begin where the previous one's end.
+    /// End of each token's bytes; they begin at the end of the previous token's.
     ends: Vec<usize>,
 }
 
@@ -17,7 +17,7 @@ impl Pieces {
         self.ends.push(self.bytes.len());
     }
 
-    /// The bytes of a token.
+    /// Returns the bytes of a token.
     pub fn get(&self, id: u32) -> &[u8] {
         let id = id as usize;
         let Some(end) = self.ends.get(id) else { return &[] };
@@ -25,7 +25,7 @@ impl Pieces {
         &self.bytes[begin..*end]
     }
 
-    /// One more than the largest id.
+    /// Returns the largest id plus one.
     pub fn len(&self) -> usize {
         self.ends.len()
     }

@@ -1,7 +1,8 @@
-//! The library's pipeline around every way to cut text: special tokens are found, the parts between them
-//! normalized, split and cut.
+//! The encoding pipeline, of the `tokenizers` library: added tokens are found first, and the text between
+//! them is normalized, pre-tokenized and encoded by a model of the library or of this module.
 //!
-//! Invariant: a panic of the library, which trusts that a file's parts fit together, is an error here.
+//! Invariant: panics of the library, which assumes that the components of a file are consistent, are returned
+//! as errors.
 
 use super::library_guard;
 use super::scored_bpe::{ScoredBpe, Span};
@@ -21,37 +22,38 @@ use tokenizers::{
 
 type Library = TokenizerImpl<Model, Normalizer, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
-/// Text to ids.
+/// Encodes text to token ids.
 pub struct Pipeline(Library);
 
-/// How text between special tokens is cut.
+/// Model that encodes the text between added tokens.
 pub enum Algorithm {
-    /// As one of the library's models does.
+    /// One of the library's models.
     Library(Box<ModelWrapper>),
-    /// Into our own pieces.
+    /// One of this module's models.
     Pieces(Cutter),
 }
 
-/// Ids of a text's pieces.
+/// Encodes a text to the ids of its pieces.
 pub struct Cutter {
     pub way: Way,
     pub unknown: Unknown,
 }
 
+/// Algorithm that splits a text into pieces.
 pub enum Way {
     Bpe(ScoredBpe),
     Unigram(Unigram),
 }
 
-/// What becomes of text that is no piece.
+/// How text that is not a piece is encoded.
 pub enum Unknown {
-    /// A token for each of its bytes.
+    /// One token per byte.
     Bytes(Box<[u32; 256]>),
-    /// This token, for as much of it as is side by side.
+    /// One unknown token per contiguous run.
     Token(u32),
 }
 
-/// What happens to text before it is cut.
+/// Normalization of text before it is encoded.
 #[derive(Deserialize)]
 #[serde(from = "NormalizerWrapper")]
 pub enum Normalizer {
@@ -59,7 +61,7 @@ pub enum Normalizer {
     SentencePiece(normalizer::Normalizer),
 }
 
-/// What a pipeline is made of.
+/// Components of a pipeline.
 pub struct Stages {
     pub algorithm: Algorithm,
     pub normalizer: Option<Normalizer>,
@@ -68,8 +70,8 @@ pub struct Stages {
 }
 
 impl Pipeline {
-    /// Reads a `tokenizer.json`. Its truncation and padding are left out: here a long prompt is refused,
-    /// never cut.
+    /// Parses a `tokenizer.json`. Its truncation and padding are ignored: long prompts are rejected, never
+    /// truncated.
     pub fn from_json(content: &[u8]) -> Result<Pipeline> {
         library_guard::check(content)?;
         let mut library: Library = guarded(|| Ok(serde_json::from_slice(content)?))?;
@@ -78,7 +80,7 @@ impl Pipeline {
         Ok(Pipeline(library))
     }
 
-    /// A pipeline of these stages, with special and other added tokens by their ids.
+    /// Creates a pipeline from its components and the added tokens with their ids.
     pub fn new(stages: Stages, added: &[(u32, AddedToken)]) -> Result<Pipeline> {
         let names = added.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
         let builder = TokenizerBuilder::new()
@@ -93,31 +95,32 @@ impl Pipeline {
         })
     }
 
-    /// The ids of a text; with the tokens that the pipeline itself puts around it if `add_special`.
+    /// Encodes a text, with the tokens that the pipeline itself adds around it if `add_special` is set.
     pub fn ids(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         guarded(|| Ok(self.0.encode_fast(text, add_special)?.get_ids().to_vec()))
     }
 
-    /// The text of ids as the library's decoder joins them, special tokens by their names.
+    /// Decodes ids with the library's decoder; special tokens decode to their names.
     pub fn text(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.0.decode(ids, false))
     }
 
-    /// The library's pipeline, to ask what it consists of.
+    /// Returns the library's pipeline.
     pub fn library(&self) -> &Library {
         &self.0
     }
 }
 
-/// What the library does, its panics made errors.
+/// Runs `work`, and returns panics of the library as errors.
 fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(|e| anyhow!(e)),
-        Err(_) => Err(anyhow!("its parts do not fit together")),
+        Err(_) => Err(anyhow!("its components are inconsistent")),
     }
 }
 
 impl Cutter {
+    /// Encodes a text.
     fn ids(&self, text: &str) -> Vec<u32> {
         let spans = match &self.way {
             Way::Bpe(bpe) => bpe.encode(text),
@@ -141,12 +144,12 @@ impl Cutter {
     }
 }
 
-/// An algorithm as the library wants it.
+/// Adapter of an [`Algorithm`] to the library's model interface.
 #[derive(Deserialize)]
 #[serde(from = "ModelWrapper")]
 pub struct Model {
     algorithm: Algorithm,
-    /// The ids of added tokens, which the algorithm may not know, or know by other ids.
+    /// Ids of added tokens, which the algorithm may not know, or know by other ids.
     names: HashMap<String, u32>,
 }
 
@@ -173,9 +176,9 @@ impl tokenizers::Normalizer for Normalizer {
         match self {
             Normalizer::Library(normalizer) => normalizer.normalize(text),
             Normalizer::SentencePiece(normalizer) => {
-                let place = if text.offsets_original().0 == 0 { Place::First } else { Place::Later };
-                // Nobody asks where in the text a token came from.
-                *text = NormalizedString::from(normalizer.normalize(text.get(), place));
+                let position = if text.offsets_original().0 == 0 { Place::First } else { Place::Later };
+                // Token offsets are not used, so the alignment with the original text is not kept.
+                *text = NormalizedString::from(normalizer.normalize(text.get(), position));
                 Ok(())
             }
         }
@@ -203,7 +206,7 @@ impl tokenizers::Model for Model {
         self.names.get(token).copied().or(known)
     }
 
-    /// Pieces of our own are joined by their bytes, never by the library: it need not know their names.
+    /// Returns `None` for this module's models: their pieces are decoded as bytes, never by the library.
     fn id_to_token(&self, id: u32) -> Option<String> {
         match &self.algorithm {
             Algorithm::Library(model) => model.id_to_token(id),
@@ -226,7 +229,7 @@ impl tokenizers::Model for Model {
     }
 
     fn save(&self, _: &Path, _: Option<&str>) -> tokenizers::Result<Vec<PathBuf>> {
-        Err("a tokenizer is read here, never saved".into())
+        Err("saving a tokenizer is not supported".into())
     }
 
     fn get_trainer(&self) -> TrainerWrapper {

@@ -1,30 +1,29 @@
-//! Byte strings with a value each, in which all that a text begins with are found.
+//! Prefix search: finds all strings of a set that are prefixes of a text.
 //!
-//! Invariant: the strings are in order and no two are alike, so that those that share a beginning lie side by
-//! side.
+//! Invariant: the strings are sorted and unique, so that those with a common prefix are adjacent.
 
-/// A search for prefixes.
+/// A set of byte strings with values, searchable for prefixes of a text.
 #[derive(Debug, Default)]
 pub struct Prefixes {
     entries: Vec<(Box<[u8]>, u32)>,
 }
 
 impl Prefixes {
-    /// Of strings that are alike, the first is kept; empty ones are left out.
+    /// Creates the set. Of equal strings the first is kept; empty ones are ignored.
     pub fn new<'a>(strings: impl IntoIterator<Item = (&'a [u8], u32)>) -> Prefixes {
         let strings = strings.into_iter().filter(|(string, _)| !string.is_empty());
         let mut entries: Vec<(Box<[u8]>, u32)> =
             strings.map(|(string, value)| (string.into(), value)).collect();
-        // The order of those that are alike stays.
+        // The sort is stable: the first of equal strings stays first.
         entries.sort_by(|a, b| a.0.cmp(&b.0));
         entries.dedup_by(|later, earlier| later.0 == earlier.0);
         Prefixes { entries }
     }
 
-    /// The lengths and values of all strings that `text` begins with, the shortest first.
+    /// Returns the lengths and values of all strings that are prefixes of `text`, the shortest first.
     pub fn of<'a>(&'a self, text: &'a [u8]) -> impl Iterator<Item = (usize, u32)> + 'a {
         let mut left = &self.entries[..];
-        // After each byte, what is left are the strings that begin as the text does so far.
+        // After each byte, the strings that start with the text so far remain.
         text.iter()
             .enumerate()
             .map_while(move |(at, byte)| {
@@ -35,13 +34,13 @@ impl Prefixes {
             .flatten()
     }
 
-    /// The length of the longest string that `text` begins with.
+    /// Returns the length of the longest string that is a prefix of `text`.
     pub fn longest(&self, text: &[u8]) -> Option<usize> {
         self.of(text).map(|(len, _)| len).last()
     }
 }
 
-/// Of strings that agree before `at`, those that have `byte` there.
+/// Returns those of `strings`, which are equal before `at`, that have `byte` at `at`.
 fn with_byte(strings: &[(Box<[u8]>, u32)], at: usize, byte: u8) -> &[(Box<[u8]>, u32)] {
     let begin = strings.partition_point(|(string, _)| string.get(at) < Some(&byte));
     let len = strings[begin..].partition_point(|(string, _)| string.get(at) == Some(&byte));

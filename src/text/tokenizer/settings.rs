@@ -1,7 +1,7 @@
-//! What the JSON files beside a vocabulary say of it: `tokenizer_config.json`, `special_tokens_map.json`,
-//! `added_tokens.json`, and of the model's `config.json` what it is.
+//! Tokenizer settings in the JSON files beside a vocabulary: `tokenizer_config.json`,
+//! `special_tokens_map.json`, `added_tokens.json`, and the model type in `config.json`.
 //!
-//! Invariant: of two files that say different things, the one named first above is right.
+//! Invariant: if two files contradict each other, the one named first above takes precedence.
 
 use super::added::Added;
 use super::class::Class;
@@ -14,16 +14,16 @@ use tokenizers::AddedToken;
 const ADDED_TOKENS: &str = "added_tokens.json";
 const CONFIG: &str = "config.json";
 
-/// Parts that single tokens play.
+/// Roles of single tokens.
 const ROLES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Lists of tokens without a part of their own.
+/// Lists of special tokens without a role.
 const LISTS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
-/// Names of classes that say nothing of the vocabulary.
+/// Names of generic classes, which do not determine the kind of vocabulary.
 const GENERIC: [&str; 3] = ["PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"];
 
-/// The settings of a folder's tokenizer.
+/// Settings of a folder's tokenizer.
 pub struct Settings {
     own: Option<HubConfig>,
     map: Option<HubConfig>,
@@ -32,6 +32,7 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Reads the settings files of a folder, all of which may be missing.
     pub fn read(folder: &Folder) -> Result<Settings> {
         let own = HubConfig::read_if_present(folder, TOKENIZER_CONFIG)?;
         let model = HubConfig::read_if_present(folder, CONFIG)?;
@@ -43,32 +44,32 @@ impl Settings {
         })
     }
 
-    /// The class that is named, or which the model's kind has; else from now on the given one.
+    /// Returns the class of the settings or of the model type; otherwise sets and returns the given one.
     pub fn class_or(&mut self, class: Class) -> Class {
         self.class.get_or_insert(class).clone()
     }
 
-    /// The class, if anything says it.
+    /// Returns the class, if it is known.
     pub fn class(&self) -> Option<&Class> {
         self.class.as_ref()
     }
 
-    /// A switch of `tokenizer_config.json`.
+    /// Returns a boolean of `tokenizer_config.json`.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         self.own.as_ref().map_or(Ok(None), |own| own.opt_bool(key))
     }
 
-    /// A number of `tokenizer_config.json`.
+    /// Returns a number of `tokenizer_config.json`.
     pub fn number(&self, key: &str) -> Result<Option<u32>> {
         self.own.as_ref().map_or(Ok(None), |own| own.opt_u32(key))
     }
 
-    /// A text of `tokenizer_config.json`.
+    /// Returns a string of `tokenizer_config.json`.
     pub fn text(&self, key: &str) -> Result<Option<&str>> {
         self.own.as_ref().map_or(Ok(None), |own| own.opt_str(key))
     }
 
-    /// A list of names of `tokenizer_config.json`, which may be missing.
+    /// Returns a list of strings of `tokenizer_config.json`; empty if it is missing.
     pub fn names(&self, key: &str) -> Result<Vec<&str>> {
         let Some((own, list)) = self.own.as_ref().and_then(|own| Some((own, own.get(key)?))) else {
             return Ok(Vec::new());
@@ -78,8 +79,9 @@ impl Settings {
         names.ok_or_else(|| own.wrong(key, format_args!("{list} is not a list of names")))
     }
 
-    /// The id of the token that plays a part. One that `tokenizer_config.json` names must be in the
-    /// vocabulary, a file to name in errors; one that an older file or the class has need not.
+    /// Returns the id of the token with a role. A token that `tokenizer_config.json` names must be in the
+    /// vocabulary, whose file `vocabulary` is named in errors; one from `special_tokens_map.json` or the
+    /// class need not.
     pub fn token_id(
         &self,
         role: &str,
@@ -97,7 +99,7 @@ impl Settings {
         Ok(older.or_else(usual).and_then(find))
     }
 
-    /// The tokens of `additional_special_tokens` or its newer name, in order.
+    /// Returns the tokens of `additional_special_tokens` or of its newer name, in order.
     pub fn listed(&self) -> Result<Vec<AddedToken>> {
         for settings in self.roles() {
             for key in LISTS {
@@ -109,7 +111,7 @@ impl Settings {
         Ok(Vec::new())
     }
 
-    /// All tokens that stand outside the vocabulary's own rules.
+    /// Returns all added tokens of the settings.
     pub fn added(&self) -> Result<Vec<Added>> {
         let mut added = self.with_ids()?;
         for role in ROLES {
@@ -119,7 +121,7 @@ impl Settings {
         Ok(added)
     }
 
-    /// Those whose ids are given.
+    /// Returns the added tokens with given ids.
     fn with_ids(&self) -> Result<Vec<Added>> {
         const DECODER: &str = "added_tokens_decoder";
         let mut added = Vec::new();
@@ -136,16 +138,16 @@ impl Settings {
         {
             let Some(id) = settings.opt_u32(name)? else { continue };
             if name.is_empty() {
-                return Err(settings.wrong(name, "it is no token's name"));
+                return Err(settings.wrong(name, "not a token name"));
             }
             added.push(Added::at(id, AddedToken::from(name, false).normalized(false)));
         }
         Ok(added)
     }
 
-    /// The token that plays a part.
+    /// Returns the token with a role.
     fn in_role(&self, role: &str) -> Result<Option<AddedToken>> {
-        // Where a file gives no more than its name, the class knows how it is found.
+        // If a file gives only the name, the class determines whether the token includes spaces.
         let takes_spaces = role == "mask_token" && self.class.as_ref().is_some_and(Class::mask_takes_spaces);
         for settings in self.roles() {
             if let Some(value) = settings.get(role) {
@@ -158,12 +160,14 @@ impl Settings {
         Ok(own.map(|name| AddedToken::from(name, true).lstrip(takes_spaces)))
     }
 
+    /// Returns the files that assign roles, in order of precedence.
     fn roles(&self) -> impl Iterator<Item = &HubConfig> {
         self.own.iter().chain(&self.map)
     }
 }
 
-/// The class that settings name, without "Fast" at its end, or which the model's kind has.
+/// Determines the class: the one that the settings name, without the suffix "Fast", or else that of the model
+/// type.
 fn class<'a>(
     settings: impl Iterator<Item = &'a HubConfig>,
     model: Option<&HubConfig>,
@@ -179,25 +183,28 @@ fn class<'a>(
     Ok(kind.and_then(Class::of_model))
 }
 
+/// Describes a key for an error message.
 fn wrong(settings: &HubConfig, key: &str) -> String {
     format!("{}: key '{key}'", settings.file().display())
 }
 
-/// Whether a token is special.
+/// How to determine whether a token is special.
 #[derive(Clone, Copy)]
 enum Special {
+    /// The token is special.
     Always,
+    /// The token's description says so.
     AsSaid,
 }
 
-/// A token's name, or its description.
+/// Parses a token, given by its name or as an object.
 fn token(value: &Value, special: Special) -> Result<AddedToken> {
     let name = value.as_str().or_else(|| value["content"].as_str());
     let name = name.filter(|name| !name.is_empty());
-    let name = name.with_context(|| format!("{value} is not a token's name or description"))?;
+    let name = name.with_context(|| format!("{value} is not a token name or description"))?;
     let is = |key: &str| value[key].as_bool().unwrap_or(false);
     let special = matches!(special, Special::Always) || is("special");
-    // No vocabulary that needs these settings changes a special token's name before it looks for it.
+    // No vocabulary that uses these settings normalizes the names of special tokens.
     Ok(AddedToken::from(name, special)
         .normalized(false)
         .lstrip(is("lstrip"))

@@ -1,22 +1,22 @@
-//! How vocabularies spell bytes in their tokens' names.
+//! Encodings of bytes in token names.
 //!
-//! Invariant: a name that spells no bytes stands for itself.
+//! Invariant: a name that does not encode bytes stands for itself.
 
 use super::Opening;
 use serde_json::{Value, json};
 
-/// How a vocabulary spells bytes in its tokens' names.
+/// Encoding of bytes in a vocabulary's token names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spelling {
-    /// Every byte as a printable character.
+    /// Each byte is a printable character.
     ByteLevel,
-    /// A space as U+2581, and a byte that is no text of its own as `<0xNN>`.
+    /// A space is U+2581, and a single byte of a character is `<0xNN>`.
     ByteFallback,
 }
 
 impl Spelling {
-    /// The spelling that a decoder undoes, and what it does to spaces that open the text; `None` if it does
-    /// more than put bytes side by side.
+    /// Returns the encoding that a decoder, in the format of `tokenizer.json`, reverses, and its handling of
+    /// leading spaces. `None` if the decoder does more than concatenate bytes.
     pub fn of_decoder(decoder: &Value) -> Option<(Spelling, Opening)> {
         if decoder["type"] == "ByteLevel" {
             return Some((Spelling::ByteLevel, Opening::Kept));
@@ -34,10 +34,10 @@ impl Spelling {
         }
     }
 
-    /// The bytes that a token's name spells.
+    /// Returns the bytes that a token's name encodes.
     pub fn bytes(self, token: &str) -> Vec<u8> {
         match self {
-            // A token with any other character, an added one, stands for itself.
+            // Only added tokens have other characters; they stand for themselves.
             Spelling::ByteLevel => {
                 token.chars().map(byte_of_character).collect::<Option<_>>().unwrap_or(token.into())
             }
@@ -49,8 +49,8 @@ impl Spelling {
     }
 }
 
-/// The byte of a character in the alphabet of GPT-2: printable Latin-1 characters stand for themselves, and
-/// the other 68 bytes are, in order, the characters from U+0100 on.
+/// Returns the byte of a character in GPT-2's alphabet: printable Latin-1 characters stand for themselves,
+/// and the other 68 bytes are, in order, the characters from U+0100 on.
 pub fn byte_of_character(character: char) -> Option<u8> {
     let byte = match u32::from(character) {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => code,
@@ -62,7 +62,7 @@ pub fn byte_of_character(character: char) -> Option<u8> {
     Some(byte as u8)
 }
 
-/// The byte that a name like `<0x0A>` stands for.
+/// Returns the byte of a name like `<0x0A>`.
 pub fn byte_of_name(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     let is_hex = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());

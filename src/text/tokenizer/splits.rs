@@ -1,23 +1,22 @@
-//! Regular expressions that split a text into words, within which alone tokens come about.
+//! Regular expressions that split a text into words; tokens do not span words.
 //!
-//! Invariant: what a pattern does not match stays, as words of its own: nothing of a text is lost.
+//! Invariant: text between matches is kept as words of its own, so that no text is lost.
 
 use serde_json::{Value, json};
 
-/// Qwen's: digits one by one.
+/// Pattern of Qwen 2: single digits.
 pub const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Llama 3's: digits by threes.
+/// Pattern of Llama 3: groups of up to three digits.
 pub const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The stages of a pre-tokenizer, as `tokenizer.json` writes them, that splits by one pattern after the
-/// other.
+/// Returns pre-tokenizers that split by one pattern after the other, in the format of `tokenizer.json`.
 pub fn stages(patterns: &[&str]) -> Vec<Value> {
     let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     patterns.iter().map(split).collect()
 }
 
-/// These stages, and after them every byte spelled as a printable character.
+/// Returns a pre-tokenizer that splits by the patterns and then writes each byte as a printable character.
 pub fn byte_level(patterns: &[&str]) -> Value {
     let spelled =
         json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
@@ -25,13 +24,13 @@ pub fn byte_level(patterns: &[&str]) -> Value {
     json!({"type": "Sequence", "pretokenizers": stages})
 }
 
-/// GPT-2's own way to split, with every byte spelled.
+/// Returns GPT-2's pre-tokenizer, which splits and writes each byte as a printable character.
 pub fn gpt2(prefix: AddedSpace) -> Value {
     let adds_space = prefix == AddedSpace::Before;
     json!({"type": "ByteLevel", "add_prefix_space": adds_space, "trim_offsets": true, "use_regex": true})
 }
 
-/// Whether a text that does not begin with a space gets one.
+/// Whether a space is added to a text that does not start with one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AddedSpace {
     None,

@@ -1,10 +1,10 @@
-//! Files of ranks, as tiktoken reads them: a token a line, its bytes in base 64 and its rank, which is its
-//! id. Bytes merge into tokens, those of the lowest rank first.
+//! Tiktoken rank files: one token per line, its bytes in base64 and its rank, which is its id. Bytes merge
+//! into tokens, the lowest rank first.
 //!
-//! What splits a text, and which tokens are special, no such file says. They are known of Llama 3 and the
-//! first Qwen, and else taken from `tokenizer_config.json`.
+//! Rank files contain neither the pattern that splits a text nor the special tokens. These are built in for
+//! Llama 3 and the first Qwen, and otherwise taken from `tokenizer_config.json`.
 //!
-//! Invariant: every byte is a token, so that every text has ids.
+//! Invariant: every byte is a token, so that every text can be encoded.
 
 use super::added::{Added, resolve};
 use super::class::Class;
@@ -22,22 +22,22 @@ use std::collections::{BTreeMap, HashSet};
 use tokenizers::normalizers::NFC;
 use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper};
 
-/// How the files end that can be nothing else.
+/// Extension of rank files.
 pub const EXTENSION: &str = ".tiktoken";
 
-/// How many ranks the file of Llama 3 has.
+/// Number of ranks in Llama 3's file.
 const LLAMA3_RANKS: u32 = 128_000;
 
-/// The key for what splits a text, a regular expression.
+/// Settings key of the regular expression that splits a text.
 const PATTERN: &str = "pat_str";
 
-/// Whether a file's content may be one of ranks: it begins with a line of one.
+/// Returns whether the first line of a file is that of a rank file.
 pub fn is_it(content: &[u8]) -> bool {
     let first = content.split(|byte| *byte == b'\n').next().unwrap_or_default();
     std::str::from_utf8(first).is_ok_and(|line| rank(line).is_ok())
 }
 
-/// The tokenizer of a folder with this file.
+/// Reads the tokenizer of a folder with this rank file.
 pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
     let name = || folder.file(file).display().to_string();
     let ranks = Ranks::read(content).with_context(name)?;
@@ -49,8 +49,8 @@ pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings)
         Class::Llama if is_llama3 => Known::llama3(),
         Class::Llama => Known { pattern: splits::LLAMA3, ..Known::default() },
         class => bail!(
-            "{}: what splits the texts of {class} is not known; give it as '{PATTERN}' in tokenizer_config.json, \
-             or have a {}",
+            "{}: the split pattern of {class} is not known: set '{PATTERN}' in tokenizer_config.json, or \
+             provide a {}",
             name(),
             json::FILE
         ),
@@ -58,12 +58,13 @@ pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings)
     draft(&settings, file, ranks, known).and_then(Draft::finish).with_context(name)
 }
 
-/// What the program knows of a model that brings ranks alone.
+/// Built-in settings of a model whose folder has only ranks.
 #[derive(Default)]
 struct Known {
     pattern: &'static str,
+    /// Whether texts are normalized to NFC.
     composes: bool,
-    /// Special tokens from the first free id on, if the settings give none.
+    /// Special tokens, from the first free id on, if the settings have none.
     specials: Vec<String>,
     bos: Option<&'static str>,
     eos: Option<&'static str>,
@@ -92,7 +93,7 @@ impl Known {
     }
 }
 
-/// Tokens by rank.
+/// Tokens' bytes by rank.
 struct Ranks(BTreeMap<u32, Vec<u8>>);
 
 impl Ranks {
@@ -102,24 +103,22 @@ impl Ranks {
         let mut tokens = HashSet::new();
         for (line, at) in text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty()) {
             let (token, rank) = rank(line).with_context(|| format!("line {at}"))?;
-            ensure!(tokens.insert(token.clone()), "line {at}: its token is that of a line before");
-            ensure!(
-                ranks.insert(rank, token).is_none(),
-                "line {at}: its rank {rank} is that of a line before"
-            );
+            ensure!(tokens.insert(token.clone()), "line {at}: its token is a duplicate");
+            ensure!(ranks.insert(rank, token).is_none(), "line {at}: its rank {rank} is a duplicate");
         }
         let missing = (0..=u8::MAX).find(|byte| !tokens.contains(&[*byte][..]));
         ensure!(missing.is_none(), "it has no token for the byte {:#04x}", missing.unwrap_or_default());
         Ok(Ranks(ranks))
     }
 
-    /// One more than the largest rank.
+    /// Returns the largest rank plus one.
     fn len(&self) -> u32 {
         self.0.last_key_value().map_or(0, |(rank, _)| rank + 1)
     }
 
+    /// Creates the encoder.
     fn cutter(&self) -> Cutter {
-        // Ranks are below 2^24, up to where single precision has every whole number.
+        // Ranks are below 2^24, and single precision represents all integers up to there.
         let score = |rank: u32| -(rank as f32);
         let ranked = self.0.iter();
         let pieces: Vec<ScoredPiece> = ranked
@@ -135,18 +134,18 @@ impl Ranks {
     }
 }
 
-/// The token and the rank of a line.
+/// Parses a line: a token's bytes and its rank.
 fn rank(line: &str) -> Result<(Vec<u8>, u32)> {
-    let parts = line.trim_end().split_once(' ').context("it is not a token in base 64 and a rank")?;
-    let token = BASE64_STANDARD.decode(parts.0).with_context(|| format!("'{}' is no base 64", parts.0))?;
+    let parts = line.trim_end().split_once(' ').context("expected a token in base64 and a rank")?;
+    let token = BASE64_STANDARD.decode(parts.0).with_context(|| format!("'{}' is not base64", parts.0))?;
     ensure!(!token.is_empty(), "its token is empty");
-    let rank: u32 = parts.1.parse().with_context(|| format!("'{}' is no rank", parts.1))?;
+    let rank: u32 = parts.1.parse().with_context(|| format!("'{}' is not a rank", parts.1))?;
     ensure!(rank < VOCAB_MAX, "its rank is {rank}: ranks must be below {VOCAB_MAX}");
     Ok((token, rank))
 }
 
 fn draft(settings: &Settings, file: &str, ranks: Ranks, known: Known) -> Result<Draft> {
-    // Text never spells a token's bytes by a name.
+    // Tokens of a rank file have bytes only, no names.
     let nothing = |_: &str| None;
     let mut all = settings.added()?;
     if all.iter().all(|token| token.id().is_none()) {

@@ -1,55 +1,57 @@
-//! Unigram segmentation: of all ways to cut a text into pieces, the one whose scores have the largest sum. So
-//! do the sentencepiece models of T5 and its kin.
+//! Unigram segmentation, as in sentencepiece models such as T5's: of all segmentations of a text into pieces,
+//! finds the one with the largest sum of scores.
 //!
-//! Sums are in single precision, from left to right, as in the sentencepiece library: two ways that are as
-//! good but for rounding are told apart as there.
+//! Scores are summed in single precision from left to right, as in the sentencepiece library, so that ties up
+//! to rounding are resolved the same way.
 //!
-//! Invariant: the spans of a text lie side by side and cover it.
+//! Invariant: the spans of a text are contiguous and cover it.
 
 use super::prefixes::Prefixes;
 use super::scored_bpe::{Kind, ScoredPiece, Span};
 
-/// How much worse than the worst piece a character is that is no piece.
+/// Difference between the worst piece's score and that of a character without a piece.
 const UNKNOWN_PENALTY: f32 = 10.0;
 
-/// What a byte is worth of a piece to be taken wherever it stands, its first excepted. No other score is
-/// positive.
+/// Score per byte, except for the first, of a user-defined piece. All other scores are negative or zero.
 const WHOLE_BYTE: f32 = 0.1;
 
-/// Pieces of text with the logarithms of their probabilities.
+/// Unigram encoder: pieces with their log-probabilities.
 #[derive(Debug)]
 pub struct Unigram {
-    /// The value is the place among `entries`.
+    /// Pieces; the value is the index into `entries`.
     pieces: Prefixes,
     entries: Vec<Entry>,
     unknown_score: f32,
 }
 
+/// Id and score of a piece.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     id: u32,
     score: Score,
 }
 
+/// Score of a piece.
 #[derive(Clone, Copy, Debug)]
 enum Score {
+    /// The vocabulary's score.
     Own(f32),
-    /// Of a piece to be taken wherever it stands.
+    /// Score of a user-defined piece, computed from its length.
     Whole,
 }
 
-/// The best way to cut the text up to some byte.
+/// The best segmentation of the text up to some byte.
 #[derive(Clone, Copy)]
 struct Best {
     score: f32,
-    /// Where its last span begins.
+    /// Beginning of the last span.
     begin: usize,
-    /// Of the last span; `None` if it is no piece.
+    /// Id of the last span; `None` if it is not a piece.
     id: Option<u32>,
 }
 
 impl Unigram {
-    /// The encoder of these pieces. Unused ones are left out.
+    /// Creates an encoder. Unused pieces are ignored.
     pub fn new(pieces: &[ScoredPiece]) -> Unigram {
         let scored = pieces.iter().filter(|piece| piece.kind == Kind::Merged);
         let worst = scored.map(|piece| piece.score).fold(f32::MAX, f32::min);
@@ -65,7 +67,7 @@ impl Unigram {
         }
     }
 
-    /// The parts of a text. Each unknown one is a single character.
+    /// Splits a text into pieces and unknown spans. Each unknown span is a single character.
     pub fn encode(&self, text: &str) -> Vec<Span> {
         let mut best: Vec<Option<Best>> = vec![None; text.len() + 1];
         for (begin, character) in text.char_indices() {
@@ -74,9 +76,10 @@ impl Unigram {
         spans(&best)
     }
 
-    /// Goes on from the best way up to `begin` by every piece that `rest`, the text from there, begins with.
+    /// Extends the best segmentation up to `begin` by every piece that is a prefix of `rest`, the text from
+    /// there.
     fn extend(&self, best: &mut [Option<Best>], begin: usize, rest: &[u8], character_len: usize) {
-        let so_far = best[begin].map_or(0.0, |way| way.score);
+        let so_far = best[begin].map_or(0.0, |path| path.score);
         let mut has_character = false;
         for (len, entry) in self.pieces.of(rest) {
             let entry = self.entries[entry as usize];
@@ -90,7 +93,7 @@ impl Unigram {
 }
 
 impl Score {
-    /// For a piece of that many bytes.
+    /// Returns the score of a piece of `len` bytes.
     fn of(self, len: usize) -> f32 {
         match self {
             Score::Own(score) => score,
@@ -99,20 +102,20 @@ impl Score {
     }
 }
 
-/// Takes a way that is better than the best so far.
+/// Replaces the best segmentation if the proposed one has a better score.
 fn propose(best: &mut Option<Best>, score: f32, begin: usize, id: Option<u32>) {
     if best.is_none_or(|known| score > known.score) {
         *best = Some(Best { score, begin, id });
     }
 }
 
-/// The spans of the best way to the end.
+/// Returns the spans of the best segmentation.
 fn spans(best: &[Option<Best>]) -> Vec<Span> {
     let mut spans = Vec::new();
     let mut end = best.len() - 1;
-    while let Some(way) = best[end].filter(|_| end > 0) {
-        spans.push(way.id.map_or(Span::Unknown(way.begin..end), Span::Piece));
-        end = way.begin;
+    while let Some(path) = best[end].filter(|_| end > 0) {
+        spans.push(path.id.map_or(Span::Unknown(path.begin..end), Span::Piece));
+        end = path.begin;
     }
     spans.reverse();
     spans
@@ -123,7 +126,7 @@ mod tests {
     use super::*;
     use crate::testing::vocabularies::Dice;
 
-    /// Cuts a text in every possible way; the largest sum of scores.
+    /// Returns the largest sum of scores over all segmentations of a text.
     fn best_sum(pieces: &[ScoredPiece], unknown: f64, text: &str) -> f64 {
         if text.is_empty() {
             return 0.0;
@@ -154,7 +157,7 @@ mod tests {
                 .iter()
                 .zip(0u32..)
                 .map(|(word, id)| {
-                    // Eighths add up exactly.
+                    // Sums of eighths are exact.
                     let score = -(1.0 + dice.below(64) as f32 / 8.0);
                     ScoredPiece { id, bytes: word.as_bytes(), score, kind: Kind::Merged }
                 })

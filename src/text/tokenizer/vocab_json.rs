@@ -1,7 +1,7 @@
-//! `vocab.json` with the tokens and their ids, and `merges.txt` with the pairs, the first to merge first: how
-//! GPT-2 and its kin lie in a folder without a `tokenizer.json`.
+//! Byte-level BPE tokenizers, such as GPT-2's, in a folder without a `tokenizer.json`: `vocab.json` with the
+//! tokens and their ids, and `merges.txt` with the merges in order of precedence.
 //!
-//! Invariant: tokens without pairs are refused, for nothing says how they come about.
+//! Invariant: a vocabulary without merges is rejected.
 
 use super::added::resolve;
 use super::byte_level::{ByteLevel, Composing, WholeWords};
@@ -13,26 +13,32 @@ use super::{Around, Joining, Opening, Tokenizer, json};
 use crate::formats::Folder;
 use anyhow::{Context, Result, bail};
 
+/// Name of the vocabulary file.
 pub const VOCABULARY: &str = "vocab.json";
+/// Name of the merges file.
 pub const MERGES: &str = "merges.txt";
 
-/// The tokenizer of a folder with these files; `content` is that of the first.
+/// Reads the tokenizer of a folder with these files. `content` is that of `vocab.json`.
 pub fn read(folder: &Folder, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
     let class = settings.class_or(Class::Gpt2);
     let name = |file| folder.file(file).display().to_string();
     if !matches!(class, Class::Gpt2 | Class::Roberta | Class::Qwen2) {
-        bail!("{}: {class} is more than this and {MERGES}; it needs a {}", name(VOCABULARY), json::FILE);
+        bail!(
+            "{}: {class} cannot be built from this file and {MERGES}: it needs a {}",
+            name(VOCABULARY),
+            json::FILE
+        );
     }
     let vocabulary = serde_json::from_slice(content).map_err(Into::into).and_then(ByteLevel::new);
     let mut vocabulary = vocabulary.with_context(|| name(VOCABULARY))?;
     let Some(merges) = folder.read_text(MERGES)? else {
-        bail!("{}: there is no {MERGES} beside it, which says how its tokens come about", name(VOCABULARY));
+        bail!("{}: there is no {MERGES} beside it", name(VOCABULARY));
     };
     read_merges(&merges, &mut vocabulary).with_context(|| name(MERGES))?;
     draft(&class, &settings, vocabulary).and_then(Draft::finish).with_context(|| name(VOCABULARY))
 }
 
-/// Reads the pairs of a `merges.txt`: one a line, after a line with its version if it has one.
+/// Parses a `merges.txt`: one merge per line, after an optional first line with the version.
 fn read_merges(content: &str, vocabulary: &mut ByteLevel) -> Result<()> {
     for (line, at) in content.lines().zip(1..).filter(|(line, _)| !line.is_empty()) {
         if at > 1 || !line.starts_with("#version") {
@@ -48,7 +54,7 @@ fn draft(class: &Class, settings: &Settings, vocabulary: ByteLevel) -> Result<Dr
         settings.token_id(role, VOCABULARY, |token| id_of(&added, |token| vocabulary.id(token), token))
     };
     let (bos, eos) = (id("bos_token")?, id("eos_token")?);
-    let wants = |key| settings.flag(key).map(|said| said == Some(true));
+    let wants = |key| settings.flag(key).map(|flag| flag == Some(true));
     let (add_bos, add_eos) = (wants("add_bos_token")?, wants("add_eos_token")?);
     let around = match class {
         Class::Roberta => Around::of(id("cls_token")?, id("sep_token")?),

@@ -1,7 +1,7 @@
-//! WordPiece, as BERT has it: words are cut into the longest tokens there are, and those that go on a word
-//! are marked. In a folder it is `vocab.txt`, a token a line.
+//! WordPiece tokenizers, as used by BERT: words are split into the longest possible tokens, and tokens that
+//! continue a word are marked. Folders have a `vocab.txt` with one token per line.
 //!
-//! Invariant: a word that cannot be cut into tokens is one unknown token.
+//! Invariant: a word that cannot be split into tokens becomes one unknown token.
 
 use super::added::{Added, resolve};
 use super::class::Class;
@@ -19,32 +19,33 @@ use tokenizers::normalizers::BertNormalizer;
 use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
+/// Name of the vocabulary file.
 pub const FILE: &str = "vocab.txt";
 
-/// What a token that goes on a word begins with.
+/// Prefix of tokens that continue a word.
 pub const CONTINUED: &str = "##";
 
-/// Longer words are unknown tokens.
+/// Maximum number of characters of a word; longer ones become unknown tokens.
 const WORD_CHARACTERS_MAX: usize = 100;
 
-/// What happens to characters before words are cut.
+/// Normalization of characters before words are split.
 #[derive(Clone, Copy, Debug)]
 pub struct Cleaning {
     pub lowercase: bool,
-    /// As `lowercase` says, if it is not said.
+    /// Default: the value of `lowercase`.
     pub strip_accents: Option<bool>,
     pub separate_chinese: bool,
 }
 
-/// The tokenizer of a folder with this file's content.
+/// Reads the tokenizer of a folder with a `vocab.txt`, whose content is given.
 pub fn read(folder: &Folder, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
     let name = || folder.file(FILE).display().to_string();
     let class = settings.class_or(Class::Bert);
     if class != Class::Bert {
-        bail!("{}: {class} is more than this; it needs a {}", name(), json::FILE);
+        bail!("{}: {class} cannot be built from this file: it needs a {}", name(), json::FILE);
     }
     let text = std::str::from_utf8(content).with_context(name)?;
-    // The last of lines alike has the token.
+    // Of equal lines the last one determines the id.
     let vocabulary: HashMap<String, u32> = text.lines().map(str::to_owned).zip(0..).collect();
     draft(&settings, vocabulary).and_then(Draft::finish).with_context(name)
 }
@@ -68,8 +69,8 @@ fn draft(settings: &Settings, vocabulary: HashMap<String, u32>) -> Result<Draft>
         strip_accents: settings.flag("strip_accents")?,
         separate_chinese: settings.flag("tokenize_chinese_chars")?.unwrap_or(true),
     };
-    ensure!(settings.flag("do_basic_tokenize")? != Some(false), "words as they stand are not supported");
-    let stages = stages(vocabulary, &unknown.context("its unknown token is an added one")?, cleaning)?;
+    ensure!(settings.flag("do_basic_tokenize")? != Some(false), "do_basic_tokenize = false is not supported");
+    let stages = stages(vocabulary, &unknown.context("its unknown token is an added token")?, cleaning)?;
     Ok(Draft {
         stages,
         joining: Joining::Library,
@@ -81,7 +82,7 @@ fn draft(settings: &Settings, vocabulary: HashMap<String, u32>) -> Result<Draft>
     })
 }
 
-/// The stages of a vocabulary whose tokens within words are marked.
+/// Builds the pipeline components of a vocabulary. `unknown` is the name of the unknown token.
 pub fn stages(vocabulary: HashMap<String, u32>, unknown: &str, cleaning: Cleaning) -> Result<Stages> {
     ensure!(vocabulary.contains_key(unknown), "its unknown token has no name");
     let vocabulary: Vocab = vocabulary.into_iter().collect();

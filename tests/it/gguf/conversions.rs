@@ -1,11 +1,11 @@
-//! What llama.cpp's converter does to each family: facts of its program, in a table.
+//! A table of what llama.cpp's converter does to each model family.
 
 use super::converted::{Conversion, Converted, in_blocks, in_pairs};
 use serde_json::json;
 
 type Names = &'static [(&'static str, &'static str)];
 
-/// Names of what most families have.
+/// Tensor names common to most families.
 const LLAMA: Names = &[
     ("model.embed_tokens", "token_embd"),
     ("model.norm", "output_norm"),
@@ -53,7 +53,7 @@ const PHI: Names = &[
     ("model.layers.{i}.mlp.gate_up_proj", "blk.{i}.ffn_up"),
 ];
 
-/// Of two norms, the first is the MLP's.
+/// Names of families with two norms, of which the first is the MLP's.
 const FALCON: Names = &[("h.{i}.ln_mlp", "blk.{i}.attn_norm"), ("h.{i}.ln_attn", "blk.{i}.attn_norm_2")];
 
 const BLOOM: Names = &[
@@ -178,7 +178,7 @@ fn mixtral(model: &mut Converted) {
     model.stack_experts();
 }
 
-/// Experts as the converter once wrote them, each a tensor of its own.
+/// Experts as written by old versions of the converter, each as a separate tensor.
 pub fn older_mixtral(model: &mut Converted) {
     let [heads, kv_heads] = ["num_attention_heads", "num_key_value_heads"].map(|key| model.size(key));
     let dim = model.size("hidden_size") / heads;
@@ -249,7 +249,7 @@ fn bloom(model: &mut Converted) {
     };
     let (hidden, heads) = (key(["hidden_size", "n_embed"]), key(["n_head", "num_attention_heads"]));
     model.reorder("attn_qkv", &in_blocks(heads as usize, 1, (hidden / heads) as usize));
-    // Configurations of whole models have it.
+    // Configurations of real models have it.
     model.set("context_length", &json!(2048));
     model.set("feed_forward_length", &json!(4 * hidden));
     model.set("attention.head_count_kv", &json!(heads));
@@ -281,7 +281,7 @@ const fn conversion(fixture: &'static str, architecture: &'static str) -> Conver
     Conversion { fixture, architecture, names: &[LLAMA], keys: THETA, change: nothing }
 }
 
-/// Every decoder whose answers are recorded.
+/// Every decoder with recorded answers.
 pub const DECODERS: &[Conversion] = &[
     conversion("qwen2", "qwen2"),
     conversion("qwen3", "qwen3"),
@@ -337,7 +337,7 @@ pub const DECODERS: &[Conversion] = &[
         ..conversion("gpt2", "gpt2")
     },
     Conversion { names: &[GPT_NEOX], keys: &[], change: gpt_neox, ..conversion("gpt_neox", "gptneox") },
-    // Not every program that writes GGUF leaves the base out.
+    // Some programs that write GGUF include the base.
     Conversion {
         names: &[GPT_NEOX],
         keys: &[("rope.freq_base", "rotary_emb_base")],
@@ -356,7 +356,7 @@ pub const DECODERS: &[Conversion] = &[
     },
 ];
 
-/// Models that are compared piece by piece with those of their folders.
+/// Models that are compared tensor by tensor with their directories.
 pub const OTHERS: &[Conversion] = &[
     Conversion { names: &[BERT], keys: &[], change: bert, ..conversion("bert", "bert") },
     Conversion { names: &[T5], keys: T5_KEYS, ..conversion("t5", "t5") },

@@ -1,6 +1,7 @@
-//! Models of hub folders as llama.cpp's converter writes them: other names, other keys, and tensors rearranged.
+//! Converts models of hub directories as llama.cpp's converter does: other names, other keys, and rearranged
+//! tensors.
 //!
-//! What it does to each family stands in `conversions`; here is how a folder is read and a file made of it.
+//! The table of each family is in `conversions`; this module reads a directory and builds the file.
 
 use super::written::{Tensor, Written};
 use crate::common::fixture;
@@ -10,20 +11,21 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the converter does to a family of models.
+/// The conversion of a model family.
 pub struct Conversion {
-    /// Of `tests/fixtures/families`.
+    /// Name of the fixture in `tests/fixtures/families`.
     pub fixture: &'static str,
     pub architecture: &'static str,
-    /// Names of tensors in a hub's folder and in GGUF, without what follows the last dot. The first that fits counts.
+    /// Tensor names in the hub directory and in GGUF, without the part after the last dot. The first match
+    /// applies.
     pub names: &'static [&'static [(&'static str, &'static str)]],
-    /// Keys of GGUF after the architecture's name, beside [`KEYS`], and of config.json.
+    /// GGUF keys after the architecture's name, in addition to [`KEYS`], and the keys of config.json.
     pub keys: &'static [(&'static str, &'static str)],
-    /// All else.
+    /// Further changes.
     pub change: fn(&mut Converted),
 }
 
-/// Sizes that every file has: a key of GGUF, and one of config.json. The first that is there counts.
+/// Sizes that every file has: a GGUF key, and a key of config.json. The first one present applies.
 const KEYS: &[(&str, &str)] = &[
     ("vocab_size", "vocab_size"),
     ("embedding_length", "hidden_size"),
@@ -39,10 +41,10 @@ const KEYS: &[(&str, &str)] = &[
     ("attention.layer_norm_epsilon", "layer_norm_epsilon"),
 ];
 
-/// What may stand before names, and goes.
+/// Name prefixes that are removed.
 const PREFIXES: [&str; 3] = ["transformer.", "gpt_neox.", "bert."];
 
-/// Parts of names that the converter has no use for.
+/// Name parts of tensors that the converter drops.
 const DROPPED: [&str; 9] = [
     "inv_freq",
     "masked_bias",
@@ -55,10 +57,10 @@ const DROPPED: [&str; 9] = [
     "decoder.embed_tokens",
 ];
 
-/// Tensors that are in F32 whatever the others are; norms and vectors are so too.
+/// Tensors that are always F32, in addition to norms and vectors.
 const SINGLE: [&str; 4] = ["ffn_gate_inp.", "ffn_gate_inp_shexp.", "position_embd.", "token_types."];
 
-/// A model on its way to GGUF.
+/// A model during conversion to GGUF.
 pub struct Converted {
     pub config: Value,
     pub architecture: &'static str,
@@ -69,19 +71,19 @@ pub struct Converted {
 /// A tensor of any rank.
 #[derive(Clone)]
 pub struct Matrix {
-    /// Outermost first.
+    /// Dimensions, outermost first.
     pub shape: Vec<usize>,
     pub numbers: Vec<f32>,
     ty: QuantType,
 }
 
 impl Conversion {
-    /// The fixture's file.
+    /// Converts the fixture.
     pub fn written(&self) -> Written {
         self.of_folder(&fixture("families").join(self.fixture))
     }
 
-    /// The file of a model in a folder.
+    /// Converts a model in a directory.
     pub fn of_folder(&self, folder: &Path) -> Written {
         let config = std::fs::read(folder.join("config.json")).expect("the folder has one");
         let config = serde_json::from_slice(&config).expect("it is JSON");
@@ -112,7 +114,7 @@ impl Conversion {
         tensors
     }
 
-    /// What a tensor is called in GGUF; none for one that is dropped.
+    /// Returns the name of a tensor in GGUF, or `None` if it is dropped.
     fn name(&self, hubs: &str) -> Option<String> {
         if DROPPED.iter().any(|part| hubs.contains(part)) {
             return None;
@@ -131,7 +133,7 @@ impl Conversion {
     }
 }
 
-/// What stands in a name for `{i}` and `{e}`, if it fits the pattern.
+/// Returns the texts that a name has for `{i}` and `{e}`, if it matches the pattern.
 fn numbers<'a>(pattern: &str, name: &'a str) -> Option<[&'a str; 2]> {
     let mut found = [""; 2];
     let (mut expected, mut parts) = (pattern.split('.'), name.split('.'));
@@ -147,7 +149,7 @@ fn numbers<'a>(pattern: &str, name: &'a str) -> Option<[&'a str; 2]> {
 }
 
 impl Converted {
-    /// A number of config.json.
+    /// Returns a number of config.json.
     pub fn size(&self, key: &str) -> usize {
         self.config[key].as_u64().unwrap_or_else(|| panic!("config.json has no {key}")) as usize
     }
@@ -174,25 +176,25 @@ impl Converted {
         }
     }
 
-    /// The tensors whose name ends so.
+    /// Returns the tensors whose name has this suffix.
     pub fn ending<'a>(&'a mut self, end: &'a str) -> impl Iterator<Item = &'a mut Matrix> {
         self.tensors.iter_mut().filter(move |(name, _)| name.ends_with(end)).map(|(_, tensor)| tensor)
     }
 
-    /// Weight and bias of that name in all layers, rows in another order.
+    /// Reorders the rows of the weight and bias of this name in all layers.
     pub fn reorder(&mut self, name: &str, order: &[usize]) {
         for end in ["weight", "bias"] {
             self.ending(&format!(".{name}.{end}")).for_each(|tensor| tensor.reorder(order));
         }
     }
 
-    /// Adds a tensor that the folder does not have.
+    /// Adds a tensor that the directory lacks.
     pub fn add_vector(&mut self, name: &str, numbers: Vec<f32>) {
         let vector = Matrix { shape: vec![numbers.len()], numbers, ty: QuantType::F32 };
         self.tensors.insert(name.to_owned(), vector);
     }
 
-    /// Makes one tensor of those of all experts of a layer.
+    /// Stacks the tensors of all experts of a layer.
     pub fn stack_experts(&mut self) {
         for name in ["ffn_gate", "ffn_up", "ffn_down"] {
             for layer in 0..self.size("num_hidden_layers") {
@@ -234,13 +236,13 @@ impl Matrix {
         self.numbers.iter_mut().for_each(|x| *x += number);
     }
 
-    /// Multiplies all numbers, which then are in F32.
+    /// Multiplies all values, converting them to F32.
     pub fn scale(&mut self, number: f32) {
         self.numbers.iter_mut().for_each(|x| *x *= number);
         self.ty = QuantType::F32;
     }
 
-    /// This one and another, or these ones and another, one after the other.
+    /// Appends another matrix.
     fn and(mut self, next: Matrix) -> Matrix {
         if self.shape.len() == next.shape.len() {
             self.shape.insert(0, 1);
@@ -263,12 +265,12 @@ impl Matrix {
     }
 }
 
-/// Meta's order of rotated rows, the two of a pair side by side: for each its place in the other.
+/// Returns the permutation to Meta's order of rotated rows, in which the two rows of a pair are adjacent.
 pub fn in_pairs(heads: usize, dim: usize) -> Vec<usize> {
     (0..heads * dim).map(|row| row / dim * dim + row % dim / 2 + row % 2 * (dim / 2)).collect()
 }
 
-/// From groups of some queries, a key and a value to all queries, all keys, all values.
+/// Returns the permutation from groups of queries, key and value to all queries, all keys, all values.
 pub fn in_blocks(groups: usize, queries: usize, dim: usize) -> Vec<usize> {
     let heads = |first: usize, count: usize| {
         (0..groups).flat_map(move |group| (0..count).map(move |at| group * (queries + 2) + first + at))

@@ -1,4 +1,5 @@
-//! Every family as GGUF: what transformers answers with the folder's numbers, and what the folder is made of.
+//! Tests of every model family as GGUF, against the answers of transformers and the tensors of the hub
+//! directory.
 
 use super::conversions::{DECODERS, OTHERS, older_mixtral};
 use super::converted::Conversion;
@@ -19,7 +20,7 @@ use mainstem_kernels::{Activation, Mask};
 use serde_json::json;
 use std::path::Path;
 
-/// Files that the gguf package wrote (tests/oracle/make_family_gguf.py).
+/// Files written by the gguf package (tests/oracle/make_family_gguf.py).
 const STORED: [&str; 5] = ["bloom", "falcon_40b", "mixtral", "phi3", "t5"];
 
 fn placed(name: &str, file: &Written) -> Placed {
@@ -38,7 +39,7 @@ fn conversion(fixture: &str) -> &'static Conversion {
 async fn decoders_of_every_family_give_the_recorded_answers() {
     for one in DECODERS {
         let placed = placed(one.fixture, &one.written());
-        // No key has the activation, and this one is not the usual.
+        // The activation has no key, and this one is unusual.
         let tolerance = if one.fixture == "gpt_neox" { 5e-3 } else { 1e-3 };
         let answers = format!("families/{}/answers.json", one.fixture);
         check_within(&placed.file(), &answers, "cpu", tolerance).await;
@@ -73,7 +74,7 @@ async fn experts_that_each_have_a_tensor_are_read_too() {
     check_at(&placed.file(), "families/mixtral/answers.json", "cpu").await;
 }
 
-/// The specification without the tensors that it is filled from, and without who said what.
+/// Formats the specification without tensor locations and origins of values.
 fn wiring(source: &ModelSource) -> String {
     let mut spec = source.spec.clone();
     (spec.ignored, spec.provenance.values) = Default::default();
@@ -89,7 +90,7 @@ fn wiring(source: &ModelSource) -> String {
     })
 }
 
-/// That a file is the folder's model: wired the same, of the same numbers.
+/// Asserts that a file is the same model as the directory: same structure, same values.
 fn same_model(folder: &ModelSource, file: &ModelSource) {
     let name = file.path.display();
     let (wired, expected) = (wiring(file), wiring(folder));
@@ -138,17 +139,17 @@ fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
     let mut file = conversion("qwen2_moe").of_folder(&model.0);
     let folder = opened(&model.0);
     same_model(&folder, &opened(&placed("qwen2_moe", &file).file()));
-    // The first files had no key for an expert's width: 2 are taken at a time.
+    // Old files have no key for the expert width: 2 experts are used per token.
     let (mut older, key) = (file.clone(), "qwen2moe.expert_feed_forward_length");
     older.unset(key);
     older.set_u32("qwen2moe.feed_forward_length", 2 * 16);
     same_model(&folder, &opened(&placed("qwen2_moe-older", &older).file()));
-    // Programs that write files anew leave out a dimension of 1.
+    // Programs that rewrite files omit dimensions of 1.
     let gate = file.tensors.iter_mut().find(|tensor| tensor.name == "blk.0.ffn_gate_inp_shexp.weight");
     gate.expect("it is there").drop_outermost();
     let vector = placed("qwen2_moe-vector", &file);
     same_model(&folder, &opened(&vector.file()));
-    // A row by itself is a matrix still, and is coded and written as one.
+    // A single row is still a matrix, and is quantized and written as one.
     let (room, source) = (Room::new("gguf-vector"), quantize::opened(&vector.file(), "*=q8_0"));
     let out = room.place("out");
     quantize(&source, &quantize::target(out.clone(), Format::Safetensors)).expect("it is written");
@@ -158,7 +159,7 @@ fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
     assert_eq!((gate.stored_name(), gate.shape), ("q8_0", &[1, source.spec.hidden][..]));
 }
 
-/// Leaves one layer of a folder, as the first.
+/// Keeps only one layer of a directory, as the first.
 fn keep_layer(model: &Copied, layer: usize) {
     let path = model.file("model.safetensors");
     let file = std::fs::read(&path).expect("the copy is there");
@@ -185,7 +186,7 @@ fn keep_layer(model: &Copied, layer: usize) {
     std::fs::write(path, file).expect("it can be written");
 }
 
-/// A model with the first two layers of a fixture over and over.
+/// Returns a model that repeats the first two layers of a fixture.
 fn repeated(fixture: &str, layers: usize) -> Written {
     let one = conversion(fixture);
     let mut file = one.written();
@@ -204,7 +205,8 @@ fn repeated(fixture: &str, layers: usize) -> Written {
     file
 }
 
-/// What no key says and the largest models of a family have otherwise is known by their layers.
+/// Properties without a key, in which the largest models of a family differ, are derived from the number of
+/// layers.
 #[test]
 fn the_largest_models_are_known_by_their_layers() {
     let of = |fixture: &str, layers: usize| {
@@ -228,7 +230,7 @@ fn the_largest_models_are_known_by_their_layers() {
     );
 }
 
-/// Files name BERT's kin so too; and how a text becomes a vector is a number.
+/// Files use the same name for relatives of BERT, and the pooling is a number.
 #[test]
 fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     let mut file = conversion("bert").written();
@@ -243,7 +245,7 @@ fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     }
     file.set_u32("bert.pooling_type", 0);
     let Some((FoundPooling::Unserved(unserved), _)) = pooling(&file) else { panic!("none is served") };
-    assert_eq!(unserved.why, "the key 'bert.pooling_type' is 0, which is no pooling");
+    assert_eq!(unserved.why, "the key 'bert.pooling_type' is 0, which means no pooling");
 
     let all = pieces(&opened(&placed("with-types", &file).file()).spec).len();
     file.tensors.retain(|tensor| tensor.name != "token_types.weight");
@@ -251,7 +253,7 @@ fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     assert_eq!(pieces(&opened(&placed("without-types", &file).file()).spec).len(), all - 1);
 }
 
-/// Files from before there was a key for it; later ones have the key, with 0 for none.
+/// Old files have no such key; later ones have it, with 0 for none.
 #[test]
 fn the_window_that_phi3s_first_files_leave_out_is_known_by_their_context() {
     let window = |context: u32, key: Option<u32>| {
@@ -266,7 +268,7 @@ fn the_window_that_phi3s_first_files_leave_out_is_known_by_their_context() {
     assert_eq!(window(131_072, None), Mask::Causal { window: None });
 }
 
-/// Keys that files left out, or leave out where there is nothing to say.
+/// Keys that files may omit.
 #[test]
 fn what_gemmas_files_leave_out_is_known() {
     let without = |fixture: &str, keys: &[&str]| {

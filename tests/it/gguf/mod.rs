@@ -1,5 +1,5 @@
-//! GGUF files, written by the gguf package (tests/oracle/make_gguf.py), and the answers that transformers gives
-//! with the numbers they hold.
+//! Tests of GGUF files written by the gguf package (tests/oracle/make_gguf.py), against the answers of
+//! transformers for the same values.
 
 mod conversions;
 mod converted;
@@ -21,7 +21,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use written::Written;
 
-/// A GGUF file, the fixture whose tokenizer and prompts are its own, and what is recorded of it.
+/// A GGUF file, the fixture whose tokenizer and prompts it uses, and its recorded answers.
 const MODELS: [(&str, &str, &str); 4] = [
     ("f32.gguf", "rope_llama3", "rope_llama3/answers.json"),
     ("f16.gguf", "bf16", "bf16/answers.json"),
@@ -37,12 +37,12 @@ fn written(name: &str) -> Written {
     Written::read(&content(name))
 }
 
-/// A folder with a model as GGUF and the tokenizer of a fixture, which counts only if the file has no vocabulary;
-/// gone when dropped.
+/// A directory with a GGUF model and the tokenizer of a fixture, which is used only if the file has no
+/// vocabulary; removed on drop.
 struct Placed(PathBuf);
 
 impl Placed {
-    /// `name` tells the tests apart.
+    /// Creates the directory. `name` must be unique among the tests.
     fn of(name: &str, file: &[u8], tokenizer: &str) -> Placed {
         let folder = std::env::temp_dir().join(format!("mainstem-gguf-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a temporary folder");
@@ -57,7 +57,7 @@ impl Placed {
         self.0.join("model.gguf")
     }
 
-    /// What opening it is refused for; the error names the file.
+    /// Returns the error of opening the model, which must name the file.
     fn refusal(&self) -> String {
         let error = ModelSource::open(&ModelRef::Path(self.file()), None).err().expect("it is refused");
         let error = format!("{error:#}");
@@ -82,7 +82,7 @@ async fn the_recorded_answers_come_on_both_backends() {
     }
 }
 
-/// Rounded activations move log-probabilities by little, as long as the right weights are multiplied.
+/// Rounded activations change log-probabilities only slightly if the right weights are used.
 #[actix::test]
 async fn fast_activations_stay_near_the_recorded_answers() {
     for (name, tokenizer, answers) in MODELS.iter().filter(|(name, ..)| name.starts_with('q')) {
@@ -92,8 +92,8 @@ async fn fast_activations_stay_near_the_recorded_answers() {
     }
 }
 
-/// Version 1 has narrower counts; the order of the tensors in the data is anybody's, and so is the room
-/// between them. The folder names the model as well as the file does.
+/// Version 1 has narrower counts; the order of the tensors in the data and the padding between them are
+/// arbitrary. A model can be given by its directory or its file.
 #[actix::test]
 async fn every_version_and_order_gives_the_same() {
     let written = written("q8_0.gguf");
@@ -104,7 +104,7 @@ async fn every_version_and_order_gives_the_same() {
         ("v1", written.bytes(1, 32, |at| at)),
         ("v2", written.bytes(2, 32, |at| at)),
         ("backwards", written.bytes(3, 32, |at| count - 1 - at)),
-        // 11 shares no divisor with the number of tensors, so each is met once.
+        // 11 is coprime to the number of tensors, so each is visited once.
         ("shuffled", apart.bytes(2, 256, |at| at * 11 % count)),
     ];
     assert_eq!(count, 21, "11 is no divisor");
@@ -137,12 +137,12 @@ async fn a_model_in_several_files_is_served_by_any_of_them() {
     }
 }
 
-/// The bytes that the gguf package makes of blocks of numbers.
+/// The quantized bytes that the gguf package produces for blocks of values.
 #[test]
 fn codes_of_blocks_are_those_of_the_gguf_package() {
     #[derive(Deserialize)]
     struct Blocks {
-        /// The numbers' bits.
+        /// The bits of the values.
         values: Vec<Vec<u32>>,
         q8_0: Vec<String>,
         q4_0: Vec<String>,
@@ -160,7 +160,7 @@ fn codes_of_blocks_are_those_of_the_gguf_package() {
     }
 }
 
-/// The tensors' bytes stay where the file is mapped: a model's matrices are on the device and nowhere else.
+/// Tensor bytes are not copied from the mapped file: the matrices of a model are only on the device.
 #[test]
 fn tensors_are_used_where_the_file_has_them() {
     let (checkpoint, gguf) = Checkpoint::open_gguf(&fixture("gguf/q4_0.gguf")).expect("the fixture opens");
@@ -178,7 +178,7 @@ fn tensors_are_used_where_the_file_has_them() {
     assert_eq!(gguf.i32s("tokenizer.ggml.token_type").expect("it has types")[..4], [3, 3, 3, 1]);
 }
 
-/// A specification of one's own describes the file as it is, whatever it calls itself.
+/// A given specification describes the file, whatever its declared architecture.
 #[test]
 fn a_specification_of_ones_own_reads_any_architecture() {
     let mut written = written("q4_0.gguf");
@@ -187,7 +187,7 @@ fn a_specification_of_ones_own_reads_any_architecture() {
     }
     written.set_string("general.architecture", "unheard");
     let placed = Placed::of("own-spec", &written.bytes(3, 32, |at| at), "f16");
-    assert!(placed.refusal().contains("give one with --spec FILE"));
+    assert!(placed.refusal().contains("use --spec FILE"));
     let names = [
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
@@ -209,14 +209,14 @@ fn a_specification_of_ones_own_reads_any_architecture() {
     let stack = source.spec.last_stack();
     assert_eq!((stack.layers.len(), stack.layers[0].attention.kv_heads), (2, 2));
     assert!(stack.head.as_ref().is_some_and(|head| head.tied));
-    // What changes what is computed is refused all the same, unless the specification says that it serves it.
+    // Keys that change the computation are still refused, unless the specification declares support.
     for (key, value) in [("unheard.logit_scale", 0.5), ("unheard.attention.clamp_kqv", 8.0)] {
         let mut written = written.clone();
         written.set_f32(key, value);
         std::fs::write(placed.file(), written.bytes(3, 32, |at| at)).expect("it can be written");
         let open = || ModelSource::open(&ModelRef::Path(placed.file()), Some(&spec));
         let error = format!("{:#}", open().err().expect("it is refused"));
-        assert!(error.contains(&format!("key '{key}': {value:?} is not served")), "{error}");
+        assert!(error.contains(&format!("key '{key}': {value:?} is not supported")), "{error}");
         let text = std::fs::read_to_string(&spec).expect("it is there");
         std::fs::write(&spec, format!("{text}\n[neutral]\n\"{key}\" = [{value:?}]\n"))
             .expect("it can be written");
@@ -225,7 +225,7 @@ fn a_specification_of_ones_own_reads_any_architecture() {
     }
 }
 
-/// Vocabularies of real models that lie beside the checkout for those who have them.
+/// Vocabularies of real models next to the checkout, if present.
 #[test]
 fn real_vocabularies_are_read_where_they_are_at_hand() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/tokenizers/ggml-vocab");

@@ -1,4 +1,4 @@
-//! GGUF files written by `quantize`, read by code that knows the format's description and nothing of the program.
+//! Tests of GGUF files written by `quantize`, with a reader that is independent of the program.
 
 use super::{Placed, content, written};
 use crate::common::fixture;
@@ -6,7 +6,7 @@ use crate::quantize::{Room, loaded, opened, target};
 use mainstem::model::quantize::{Format, quantize};
 use std::path::Path;
 
-/// Keys of a file that speak of its model.
+/// Returns the keys of a file that describe its model.
 fn of_the_model(file: &super::Written) -> Vec<(String, u32, Vec<u8>)> {
     const OF_THE_FILE: [&str; 3] =
         ["general.file_type", "general.quantization_version", "mainstem.tensors_beside"];
@@ -34,7 +34,7 @@ fn a_file_becomes_another_with_all_its_keys() {
             names.sort();
             names
         };
-        // Those that hold settings too, such as the factors of rotary positions.
+        // Includes tensors that hold settings, such as rotary position factors.
         assert_eq!(names(&before), names(&after), "{name}");
         assert!(after.entries.iter().any(|(key, ty, value)| {
             (key.as_str(), *ty, &value[..])
@@ -43,7 +43,7 @@ fn a_file_becomes_another_with_all_its_keys() {
     }
 }
 
-/// Number formats that GGUF has no types for lie beside the keys.
+/// Number formats without a GGUF type are stored in keys.
 #[test]
 fn a_file_becomes_a_folder_in_formats_that_gguf_does_not_have() {
     let (room, source) = (Room::new("gguf-folder"), opened(&fixture("gguf/f32.gguf"), "*=q4"));
@@ -72,7 +72,7 @@ fn a_vocabulary_beside_the_file_goes_into_a_folder_only() {
     quantize(&source, &target(out.clone(), Format::Safetensors)).expect("it is written");
     let written = opened(&out, "");
     assert!(loaded(&source) == loaded(&written));
-    // Stacked experts are matrices like others.
+    // Stacked experts are ordinary matrices.
     assert!(
         written.checkpoint.tensors().any(|tensor| tensor.shape.len() == 3 && tensor.stored_name() == "q8_0")
     );

@@ -1,4 +1,4 @@
-//! GGUF files that are refused, and by which name of theirs.
+//! Tests of GGUF files that are refused, and of the names in the errors.
 
 use super::written::{U32, Written};
 use super::{Placed, content, written};
@@ -6,19 +6,22 @@ use mainstem::formats::gguf::Head;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::random::philox;
 
-/// Keys and numbers that would change what is computed are refused, never passed over.
+/// Keys and values that would change the computation are refused, never ignored.
 #[test]
 fn what_is_not_served_is_refused_by_key() {
     type Edit = fn(&mut Written);
     let cases: [(Edit, &str); 22] = [
-        (|w| w.set_string("general.architecture", "unheard"), "key 'general.architecture': no shipped"),
+        (
+            |w| w.set_string("general.architecture", "unheard"),
+            "key 'general.architecture': there is no shipped",
+        ),
         (
             |w| w.set_string("general.architecture", &"x".repeat(65)),
-            "key 'general.architecture': 65 bytes are too many for a name",
+            "key 'general.architecture': a name of 65 bytes is too long",
         ),
         (
             |w| w.set_string("llama.rope.scaling.type", &"x".repeat(1025)),
-            "key 'llama.rope.scaling.type': a text of 1025 bytes is no setting",
+            "key 'llama.rope.scaling.type': a string of 1025 bytes is too long",
         ),
         (|w| w.set_u32("llama.attention.head_count", 0), "the number of heads is 0"),
         (
@@ -26,17 +29,20 @@ fn what_is_not_served_is_refused_by_key() {
             "key 'tokenizer.ggml.eos_token_id': token 288 is not in the vocabulary of 288",
         ),
         (|w| w.set_u32("llama.expert_count", 8), "the key 'llama.expert_used_count' is missing"),
-        (|w| w.set_u32("llama.nextn_predict_layers", 1), "key 'llama.nextn_predict_layers': 1 is not served"),
-        (|w| w.set_f32("llama.attention.scale", 0.5), "key 'llama.attention.scale': 0.5 is not served"),
-        (|w| w.set_f32("llama.logit_scale", 2.0), "key 'llama.logit_scale': 2.0 is not served"),
+        (
+            |w| w.set_u32("llama.nextn_predict_layers", 1),
+            "key 'llama.nextn_predict_layers': 1 is not supported",
+        ),
+        (|w| w.set_f32("llama.attention.scale", 0.5), "key 'llama.attention.scale': 0.5 is not supported"),
+        (|w| w.set_f32("llama.logit_scale", 2.0), "key 'llama.logit_scale': 2.0 is not supported"),
         (|w| w.set_f32("llama.expert_weights_scale", 2.5), "key 'llama.expert_weights_scale': 2.5 is not"),
-        (|w| w.set_u32("llama.expert_gating_func", 2), "key 'llama.expert_gating_func': 2 is not served"),
+        (|w| w.set_u32("llama.expert_gating_func", 2), "key 'llama.expert_gating_func': 2 is not supported"),
         (
             |w| w.set_f32("llama.rope.scaling.yarn_log_multiplier", 0.1),
-            "key 'llama.rope.scaling.yarn_log_multiplier': 0.1 is not served",
+            "key 'llama.rope.scaling.yarn_log_multiplier': 0.1 is not supported",
         ),
         (|w| w.set_u32("llama.attention.sliding_window", 4096), "key 'llama.attention.sliding_window': 4096"),
-        (|w| w.set_string("general.type", "adapter"), "key 'general.type': \"adapter\" is not served"),
+        (|w| w.set_string("general.type", "adapter"), "key 'general.type': \"adapter\" is not supported"),
         (
             |w| w.set_u32("tokenizer.ggml.eom_token_id", 300),
             "key 'tokenizer.ggml.eom_token_id': token 300 is not in the vocabulary of 288",
@@ -47,11 +53,11 @@ fn what_is_not_served_is_refused_by_key() {
         ),
         (
             |w| w.set_list("llama.rope.dimension_sections", U32, &[vec![4, 0, 0, 0]]),
-            "key 'llama.rope.dimension_sections': a list of 1 values is not served",
+            "key 'llama.rope.dimension_sections': a list of 1 values is not supported",
         ),
         (
             |w| w.set_u32("llama.rope.dimension_count", 18),
-            "positions turn 18 dimensions of heads that have 16",
+            "positions rotate 18 dimensions, but heads have 16",
         ),
         (
             |w| w.set_string("llama.rope.scaling.type", "longrope"),
@@ -76,7 +82,7 @@ fn what_is_not_served_is_refused_by_key() {
     }
 }
 
-/// The same of what other architectures do not serve.
+/// Keys that other architectures do not support are refused too.
 #[test]
 fn every_architecture_refuses_by_its_own_keys() {
     type Edit = fn(&mut Written);
@@ -84,7 +90,7 @@ fn every_architecture_refuses_by_its_own_keys() {
         (
             "phi3",
             |w| w.set_f32("phi3.rope.scaling.attn_factor", 1.5),
-            "key 'phi3.rope.scaling.attn_factor': 1.5 is not served without longrope",
+            "key 'phi3.rope.scaling.attn_factor': 1.5 is only supported with longrope",
         ),
         (
             "phi3",
@@ -111,9 +117,9 @@ fn every_architecture_refuses_by_its_own_keys() {
         (
             "falcon_40b",
             |w| w.set_list("falcon.attention.head_count_kv", U32, &[vec![2, 0, 0, 0], vec![1, 0, 0, 0]]),
-            "key 'falcon.attention.head_count_kv': it has 2 values, and one for all layers is needed",
+            "key 'falcon.attention.head_count_kv': it has 2 values, but one value for all layers is required",
         ),
-        // Another family under the same name: each layer has biases by distance.
+        // Another family with the same name: each layer has its own relative position biases.
         (
             "t5",
             |w| {
@@ -122,7 +128,7 @@ fn every_architecture_refuses_by_its_own_keys() {
                 bias.name = bias.name.replace('0', "1");
                 w.tensors.push(bias);
             },
-            "no use for tensor 'enc.blk.1.attn_rel_b.weight'",
+            "does not use tensor 'enc.blk.1.attn_rel_b.weight'",
         ),
     ];
     for (number, (name, edit, reason)) in cases.into_iter().enumerate() {
@@ -134,7 +140,7 @@ fn every_architecture_refuses_by_its_own_keys() {
     }
 }
 
-/// Whatever a key's value is: the file opens or is refused by name, and nothing panics or overflows.
+/// For any value of a key, the file opens or is refused by name, without panic or overflow.
 #[test]
 fn no_value_of_any_key_does_harm() {
     let text = |len: usize| [&(len as u64).to_le_bytes()[..], &b"x".repeat(len)].concat();
@@ -205,13 +211,13 @@ fn files_of_older_formats_are_refused_whatever_they_are_called() {
         error.contains("ggml-model-q4_0.bin") && error.contains("ggjt") && error.contains("convert"),
         "{error}"
     );
-    // And GGUF is read whatever it is called.
+    // GGUF files are recognized whatever their name.
     let file = placed.0.join("model.bin");
     std::fs::rename(placed.file(), &file).expect("it can be renamed");
     assert!(ModelSource::open(&ModelRef::Path(file), None).is_ok());
 }
 
-/// A real file, cut within its head: refused each time, at whichever byte.
+/// A real file truncated at any byte of its header is refused.
 #[test]
 fn a_file_cut_within_its_head_is_refused() {
     let whole = content("q8_0.gguf");

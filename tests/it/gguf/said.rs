@@ -1,4 +1,4 @@
-//! What is said of GGUF files, and by which of their keys.
+//! Tests of the values that `inspect` reports for GGUF files, and their source keys.
 
 use super::written::Written;
 use super::{Placed, written};
@@ -8,7 +8,7 @@ use mainstem::model::{ModelRef, ModelSource};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// What `inspect` says, in JSON.
+/// Returns the JSON output of `inspect`.
 fn inspected(path: &Path, flags: &[&str]) -> Value {
     let output = mainstem().arg("inspect").arg(path).arg("--json").args(flags).output();
     let output = output.expect("the program starts");
@@ -74,7 +74,7 @@ fn memory_is_what_the_engine_takes() {
     }
 }
 
-/// A factor alone is linear, as llama.cpp reads it; a type of none, or a factor of 1, changes nothing.
+/// A factor without a type is linear scaling, as in llama.cpp; type none or a factor of 1 has no effect.
 #[test]
 fn scaling_is_read_as_llama_cpp_reads_it() {
     let scaling = |name: &str, edit: &dyn Fn(&mut Written)| {

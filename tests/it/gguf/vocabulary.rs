@@ -1,4 +1,4 @@
-//! The vocabulary within a file: read by its keys, and texts that go through it and back.
+//! Tests of vocabularies in GGUF files: their keys, and round trips of texts.
 
 use super::written::{F32, I32, Tensor, U8, Written};
 use super::{Placed, written};
@@ -10,7 +10,7 @@ use mainstem::text::GgufVocabulary;
 use mainstem_kernels::random::philox;
 use serde_json::{Value, json};
 
-/// Vocabularies by GGUF's keys, and what llama.cpp makes of some texts with them.
+/// Vocabularies in GGUF keys, with llama.cpp's token ids for some texts.
 fn cases() -> (Vec<String>, Vec<Value>) {
     let read = |name: &str| -> Value {
         let content = std::fs::read(fixture("tokenizers").join(name)).expect("the fixture is there");
@@ -59,7 +59,7 @@ fn set_list(file: &mut Written, key: &str, list: &[Value]) {
     }
 }
 
-/// A small Llama of random numbers that speaks this vocabulary.
+/// Returns a small Llama model with random weights and this vocabulary.
 fn model(keys: &Value) -> Written {
     const HIDDEN: usize = 16;
     let vocab = keys["tokens"].as_array().expect("tokens").len();
@@ -96,7 +96,7 @@ fn model(keys: &Value) -> Written {
     file
 }
 
-/// A tokenizer lies beside each, and is another's.
+/// The directory contains a tokenizer of another model, which must be ignored.
 fn placed(name: &str, file: &Written) -> Placed {
     Placed::of(&format!("vocabulary-{name}"), &file.bytes(3, 32, |at| at), "families")
 }
@@ -148,7 +148,7 @@ async fn text_is_served_by_the_files_own_vocabulary() {
     assert_eq!(served, 2);
 }
 
-/// Those of llama.cpp, for texts in which nobody departs from it.
+/// The token ids of llama.cpp, for texts in which all implementations agree.
 #[test]
 fn texts_of_every_kind_of_vocabulary_have_its_ids() {
     let (texts, cases) = cases();
@@ -262,7 +262,7 @@ fn a_vocabulary_that_cannot_be_is_refused_by_file_and_key() {
         ),
         (
             |w| w.set_list("tokenizer.ggml.precompiled_charsmap", I32, &[256i32.to_le_bytes().to_vec()]),
-            "key 'tokenizer.ggml.precompiled_charsmap': 256 is no byte",
+            "key 'tokenizer.ggml.precompiled_charsmap': 256 is not a byte",
         ),
         (|w| w.unset("tokenizer.ggml.merges"), "it has no merges"),
         (|w| w.set_string("tokenizer.ggml.model", "rwkv"), "its tokenizer 'rwkv' is not supported"),
@@ -290,7 +290,6 @@ fn a_file_without_a_vocabulary_or_a_tokenizer_beside_it_says_so() {
     let output = run().expect("the program starts");
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{error}");
-    let expected =
-        "model.gguf has no vocabulary, and no tokenizer beside it, neither tokenizer.json nor tokenizer.bin";
+    let expected = "model.gguf has no vocabulary, and its folder has no tokenizer.json or tokenizer.bin";
     assert!(error.contains(expected), "{error}");
 }

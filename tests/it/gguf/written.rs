@@ -1,7 +1,7 @@
-//! GGUF files made, or taken apart and written anew, by the format's description and none of the program's code:
-//! in other versions, with entries changed, and their tensors elsewhere.
+//! A GGUF writer and parser for tests, independent of the program's code: for other versions, changed
+//! entries, and other tensor layouts.
 
-/// A file of version 3, in parts.
+/// A parsed file of version 3.
 #[derive(Clone)]
 pub struct Written {
     /// Key, type, and the value's bytes as version 3 has them.
@@ -12,7 +12,7 @@ pub struct Written {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
     pub name: String,
-    /// Innermost first.
+    /// Dimensions, innermost first.
     dims: Vec<u64>,
     ty: u32,
     bytes: Vec<u8>,
@@ -26,7 +26,7 @@ const BOOL: u32 = 7;
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
-/// Bytes of a type's values, by its id; none for strings and arrays.
+/// Size in bytes of the values of a type, by type id; none for strings and arrays.
 fn width(ty: u32) -> Option<usize> {
     [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8].get(ty as usize).copied().filter(|width| *width > 0)
 }
@@ -53,7 +53,7 @@ impl<'a> Reader<'a> {
         String::from_utf8(self.take(len).to_vec()).expect("the fixture's strings are text")
     }
 
-    /// The bytes of a value.
+    /// Returns the bytes of a value.
     fn value(&mut self, ty: u32) -> Vec<u8> {
         let (all, before) = (self.0, self.0.len());
         match (ty, width(ty)) {
@@ -69,28 +69,28 @@ impl<'a> Reader<'a> {
 }
 
 impl Tensor {
-    /// One of `shape`, outermost first, and the type of that number.
+    /// Creates a tensor of `shape`, outermost first, with this type id.
     pub fn new(name: &str, shape: &[usize], ty: u32, bytes: Vec<u8>) -> Tensor {
         let dims: Vec<u64> = shape.iter().rev().map(|dim| *dim as u64).collect();
         assert_eq!(bytes.len(), bytes_of(&dims, ty), "{name}");
         Tensor { name: name.to_owned(), dims, ty, bytes }
     }
 
-    /// A matrix of one row becomes a vector.
+    /// Converts a matrix of one row to a vector.
     pub fn drop_outermost(&mut self) {
         assert_eq!(self.dims.pop(), Some(1));
     }
 }
 
 impl Written {
-    /// A file without tensors that says what its model is.
+    /// Creates a file without tensors, with the architecture key.
     pub fn new(architecture: &str) -> Written {
         let mut written = Written { entries: Vec::new(), tensors: Vec::new() };
         written.set_string("general.architecture", architecture);
         written
     }
 
-    /// A file of version 3, with an alignment of 32.
+    /// Parses a file of version 3 with an alignment of 32.
     pub fn read(file: &[u8]) -> Written {
         let mut reader = Reader(file);
         assert_eq!(reader.take(8), b"GGUF\x03\0\0\0");
@@ -114,7 +114,7 @@ impl Written {
         Written { entries, tensors: described.into_iter().map(tensor).collect() }
     }
 
-    /// Sets or adds an entry: the value of a type as version 3 has it.
+    /// Sets or adds an entry with a value encoded as in version 3.
     pub fn set(&mut self, key: &str, ty: u32, value: Vec<u8>) {
         self.entries.retain(|(known, ..)| known != key);
         self.entries.push((key.to_owned(), ty, value));
@@ -150,8 +150,8 @@ impl Written {
         self.entries.retain(|(known, ..)| known != key);
     }
 
-    /// The file in a version, its tensors' bytes in the order that `order` gives them, one after another with
-    /// as much room between as `alignment` makes.
+    /// Encodes the file for a version, with the tensor data in the order given by `order` and padded to
+    /// `alignment`.
     pub fn bytes(&self, version: u32, alignment: usize, order: impl Fn(usize) -> usize) -> Vec<u8> {
         let size = |bytes: &mut Vec<u8>, size: u64| match version {
             1 => bytes.extend((size as u32).to_le_bytes()),
@@ -189,12 +189,12 @@ impl Written {
     }
 }
 
-/// The bytes of a text, its length before it.
+/// Returns the bytes of a text, prefixed with its length.
 fn text(value: &str) -> Vec<u8> {
     [&(value.len() as u64).to_le_bytes()[..], value.as_bytes()].concat()
 }
 
-/// Bytes of a tensor of one of the types that fixtures have.
+/// Returns the size in bytes of a tensor of a type used in fixtures.
 fn bytes_of(dims: &[u64], ty: u32) -> usize {
     let numbers = dims.iter().product::<u64>() as usize;
     match ty {
@@ -206,7 +206,7 @@ fn bytes_of(dims: &[u64], ty: u32) -> usize {
     }
 }
 
-/// A value as that version has it: lengths are of 32 bits in the first.
+/// Encodes a value for a version: lengths have 32 bits in version 1.
 fn narrowed(version: u32, ty: u32, value: &mut Reader) -> Vec<u8> {
     if version > 1 {
         return value.0.to_vec();

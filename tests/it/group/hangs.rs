@@ -1,5 +1,5 @@
-//! A group in which a device hangs, in a step, in a build or at the end: who waits for it is told, and no more memory is
-//! held than may be.
+//! Tests of groups in which a device hangs in a step, a build or at the end: waiters get an error, and memory
+//! stays bounded.
 
 use super::STEP_TIMEOUT;
 use super::member::{Failure, Fault, Moment, Script, Shape};
@@ -25,7 +25,7 @@ async fn until_served(group: &Group) -> Vec<String> {
     failures
 }
 
-/// Clients hear of it in time, but a step that comes to its end soon after leaves no second model in memory.
+/// Clients get an error in time, and a step that ends soon after leaves no second model in memory.
 #[actix::test]
 async fn a_member_that_is_only_slow_is_not_replaced() {
     for shape in [Shape(1, 1), Shape(2, 2)] {
@@ -47,7 +47,8 @@ async fn a_member_that_is_only_slow_is_not_replaced() {
     }
 }
 
-/// The thread that replaced one hangs as well while that one still does: nobody gets a third model, and nobody waits.
+/// The replacement thread hangs too, while the first still does: no third model is loaded, and no client
+/// waits.
 #[actix::test]
 async fn of_a_device_one_thread_hangs_beside_its_own() {
     for shape in [Shape(1, 1), Shape(1, 2)] {
@@ -59,7 +60,7 @@ async fn of_a_device_one_thread_hangs_beside_its_own() {
         assert!(run(&group, 6).await.iter().all(Result::is_ok), "it is replaced once");
         assert!(run(&group, 5).await[4].is_err());
         for _ in 0..3 {
-            let why = format!("device fault: t0:{last}: hangs, as does the thread that it replaced");
+            let why = format!("device fault: t0:{last}: hangs, as does its previous thread");
             assert_eq!(run(&group, 1).await, [Err(why)]);
         }
         assert_eq!(script.threads(), last + 2);
@@ -71,7 +72,7 @@ async fn of_a_device_one_thread_hangs_beside_its_own() {
     }
 }
 
-/// What is left of a device may hang as well as a step of it, whether the thread was told to drop it or ends.
+/// Dropping a device may hang too, whether on request or at the end of its thread.
 #[actix::test]
 async fn a_member_that_hangs_while_it_is_dropped_is_replaced() {
     for (shape, fault) in
@@ -91,7 +92,7 @@ async fn a_member_that_hangs_while_it_is_dropped_is_replaced() {
     }
 }
 
-/// Nobody waits for what may never come; when it comes, it is used.
+/// Clients do not wait for a device that may never come back; when it does, it is used.
 #[actix::test]
 async fn steps_do_not_wait_for_a_build_that_hangs() {
     for (shape, name) in [(Shape(1, 1), "t0:0"), (Shape(2, 2), "t1:1")] {
@@ -102,7 +103,7 @@ async fn steps_do_not_wait_for_a_build_that_hangs() {
         let (group, _) = Group::start(script.factories(LIMITS), config).await.expect("it starts");
         assert!(run(&group, 5).await.iter().any(Result::is_err));
         let told = run(&group, 3).await;
-        let why = format!("device fault: {name}: is still being built, which takes too long");
+        let why = format!("device fault: {name}: is still being built and exceeds its time limit");
         assert_eq!(told, [(); 3].map(|()| Err(why.clone())));
         assert_eq!(run(&group, 1).await, [Err(why)]);
         script.release();
@@ -113,7 +114,7 @@ async fn steps_do_not_wait_for_a_build_that_hangs() {
     }
 }
 
-/// `/health` goes by that.
+/// The status used by `/health`.
 #[actix::test]
 async fn a_build_that_hangs_shows_in_the_status() {
     let fault = Failure { device: 0, at_step: 0, fault: Fault::Error, moment: Moment::Begin };
@@ -137,7 +138,7 @@ async fn a_build_that_hangs_shows_in_the_status() {
     script.threads_end();
 }
 
-/// Even where a step may take as long as it takes.
+/// Also without a step timeout.
 #[actix::test]
 async fn the_end_does_not_wait_for_who_hangs() {
     let script = Script::new(Shape(2, 1), [stall(1, 2, Moment::Begin)]);

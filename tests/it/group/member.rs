@@ -1,5 +1,6 @@
-//! A device of a group that computes nothing and checks everything: what comes from the stage before, what the members of
-//! its stage exchange, and that no sequence goes on with what this device has not seen of it. It fails as it is told.
+//! A test device of a group that computes nothing but checks everything: the hand-off from the previous
+//! stage, the exchanges between the ranks of its stage, and that no sequence continues without its earlier
+//! positions. It fails on command.
 
 use crate::common::PATIENCE;
 use mainstem::actors::device::Factory;
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
-/// Stages, and members of each.
+/// Number of stages, and of ranks per stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape(pub usize, pub usize);
 
@@ -24,28 +25,28 @@ pub struct Shape(pub usize, pub usize);
 pub enum Fault {
     Error,
     Panic,
-    /// Its thread ends.
+    /// The thread ends.
     Kill,
-    /// It hangs until the test lets it go on.
+    /// The device hangs until the test releases it.
     Stall,
 }
 
-/// When, in a step, or before any.
+/// The point at which a device fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// While it is built.
+    /// During the build.
     Build,
     Begin,
-    /// Between two exchanges of its stage.
+    /// Between two exchanges of the stage.
     Middle,
-    /// When the others of its stage need nothing of it any more.
+    /// After the last exchange of the stage.
     End,
-    /// While what was built is dropped.
+    /// While the device is dropped.
     Drop,
 }
 
-/// One failure: of the device with that number (stage by stage, by rank), at its so many-th step since the group began, or
-/// its so many-th build, or with what that build made.
+/// A failure of the device with this index (by stage, then rank), at a given step since the start of the
+/// group, at a given build, or when the device of that build is dropped.
 #[derive(Clone, Copy, Debug)]
 pub struct Failure {
     pub device: usize,
@@ -54,15 +55,15 @@ pub struct Failure {
     pub moment: Moment,
 }
 
-/// What all devices of a test share.
+/// The state shared by all devices of a test.
 pub struct Script {
     pub shape: Shape,
     failures: Vec<Failure>,
-    /// Steps that each device has begun.
+    /// Number of steps started by each device.
     steps: Vec<AtomicU64>,
-    /// Builds of each device.
+    /// Number of builds of each device.
     pub builds: Vec<AtomicU64>,
-    /// The threads they were built on.
+    /// The threads that devices were built on.
     threads: Mutex<Vec<PathBuf>>,
     released: Mutex<bool>,
     release: Condvar,
@@ -82,7 +83,7 @@ impl Script {
         })
     }
 
-    /// Makes every device of the group. The tokens are drawn by seed and position alone.
+    /// Returns the factories of all devices. Tokens depend only on seed and position.
     pub fn factories(self: &Arc<Script>, limits: StepLimits) -> Vec<Vec<Factory>> {
         let Shape(stages, members) = self.shape;
         let factory = |device| {
@@ -96,7 +97,7 @@ impl Script {
         (0..stages).map(|stage| (0..members).map(|rank| factory(stage * members + rank)).collect()).collect()
     }
 
-    /// That device is being built on this thread. Gives the number of the build.
+    /// Records that the device is being built on this thread. Returns the number of the build.
     pub fn build(&self, device: usize) -> Result<u64, DeviceError> {
         let build = self.builds[device].fetch_add(1, Ordering::SeqCst);
         if let Ok(thread) = std::fs::read_link("/proc/thread-self") {
@@ -105,17 +106,17 @@ impl Script {
         self.act(device, build, Moment::Build).map(|()| build)
     }
 
-    /// That device begins a step: its number since the group began.
+    /// Records that the device starts a step. Returns the number of the step.
     pub fn step(&self, device: usize) -> u64 {
         self.steps[device].fetch_add(1, Ordering::SeqCst)
     }
 
-    /// Threads on which devices were built.
+    /// Returns the threads on which devices were built.
     pub fn threads(&self) -> usize {
         self.threads.lock().expect("no test fails there").iter().collect::<HashSet<_>>().len()
     }
 
-    /// Whoever hangs goes on.
+    /// Releases all hanging devices.
     pub fn release(&self) {
         *self.released.lock().expect("no test fails there") = true;
         self.release.notify_all();
@@ -132,7 +133,7 @@ impl Script {
         }
     }
 
-    /// Fails, if it is time to.
+    /// Fails if a failure is due.
     pub fn act(&self, device: usize, step: u64, moment: Moment) -> Result<(), DeviceError> {
         let due =
             |failure: &&Failure| (failure.device, failure.at_step, failure.moment) == (device, step, moment);
@@ -168,7 +169,7 @@ struct Member {
     stage: usize,
     collective: Box<dyn Collective>,
     answers: FakeExecutor,
-    /// Positions of each slot's sequence that this device has seen.
+    /// Number of positions of each slot's sequence that this device has seen.
     seen: HashMap<u32, u32>,
 }
 
@@ -186,7 +187,7 @@ impl Member {
         Member { script, device, build, stage, collective, answers, seen }
     }
 
-    /// What goes on must have begun here.
+    /// Checks that a continued sequence started on this device.
     fn remember(&mut self, batch: &StepBatch) {
         for step in &batch.moves {
             let seen = self.seen.get(&step.from).copied().unwrap_or(0);
@@ -248,7 +249,7 @@ impl Drop for Member {
     }
 }
 
-/// What a stage hands on for a step.
+/// The activations that a stage passes on for a step.
 fn mark(batch: &StepBatch, stage: usize) -> Carried {
     let decoder = batch.tokens.iter().map(|token| (*token as u8).wrapping_add(stage as u8));
     Carried { encoder: batch.step.to_le_bytes().to_vec(), decoder: decoder.collect() }

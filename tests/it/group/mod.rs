@@ -1,5 +1,5 @@
-//! Groups of devices in which one fails, in every way and at every point: requests in flight are told once, the group is
-//! built again, the next requests are right, and no thread is left over.
+//! Tests of groups in which a device fails in every way and at every point: requests in flight get one error,
+//! the group is rebuilt, later requests are correct, and no thread is left.
 
 mod hangs;
 mod member;
@@ -21,10 +21,10 @@ use std::time::Duration;
 
 const SHAPES: [Shape; 5] = [Shape(1, 1), Shape(2, 1), Shape(1, 2), Shape(2, 2), Shape(3, 1)];
 
-/// What a device may take where one hangs on purpose; far more than any step takes.
+/// Step timeout in tests with a hanging device; much longer than any step.
 const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// An engine over such a group.
+/// Starts an engine on a group of test devices.
 async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine {
     let config = common::config(&fixture("gqa"), &[("scheduler.token_budget", 16.into())]);
     let prepared = Prepared::of(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
@@ -36,7 +36,7 @@ async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine 
     engine::start(setup, tokenizer, factories).await.expect("the engine starts")
 }
 
-/// Stages of that many devices, named by number.
+/// Returns stages with this number of devices, named by index.
 fn named(stages: impl Iterator<Item = usize>) -> Partition {
     let mut names = (0..).map(|number| format!("device:{number}"));
     let stage = |members: usize| {
@@ -46,12 +46,12 @@ fn named(stages: impl Iterator<Item = usize>) -> Partition {
     Partition { stages: stages.map(stage).collect(), experts: ExpertSplit::Column }
 }
 
-/// Six requests for four slots, whose prompts come in chunks.
+/// Returns six requests for four slots, with prompts in chunks.
 fn requests() -> Vec<Request> {
     (0..6).map(|i| drawn(&prompt(i, 10 + 7 * i), 12, i as u64)).collect()
 }
 
-/// What comes of them when nothing fails, on one device.
+/// Returns the outcomes on one device without failures.
 async fn expected() -> Vec<Vec<u32>> {
     let script = Script::new(Shape(1, 1), []);
     let engine = engine(&script, None).await;
@@ -60,7 +60,7 @@ async fn expected() -> Vec<Vec<u32>> {
     outcomes.iter().map(Outcome::ids).collect()
 }
 
-/// Whether the request was served whole. If not, it was told why, and what it got until then is right.
+/// Returns whether the request completed. Otherwise, checks its error and its partial answer.
 fn served(outcome: &Outcome, right: &[u32], why: &[&str]) -> bool {
     match &outcome.end {
         Some(Ok(FinishReason::Length)) => {
@@ -76,12 +76,12 @@ fn served(outcome: &Outcome, right: &[u32], why: &[&str]) -> bool {
     }
 }
 
-/// What clients are told of it.
+/// Returns the error that clients get.
 fn told_of(failure: Failure) -> [String; 2] {
     let why = match failure.fault {
         Fault::Error | Fault::Panic => "the test's device fails",
         Fault::Kill => "a panic without words",
-        // Whose silence it is, the log says.
+        // Only the log names the device.
         Fault::Stall => return ["device fault: ", "no answer within 5s"].map(str::to_owned),
     };
     [format!("device:{}", failure.device), why.to_owned()]
@@ -100,7 +100,7 @@ async fn fail_and_recover(shape: Shape, failure: Failure, right: &[Vec<u32>]) {
         .filter(|(outcome, right)| served(outcome, right, &[why[0].as_str(), why[1].as_str()]));
     let failed = 6 - served.count();
     assert!((1..=4).contains(&failed), "{what}: {failed} of 4 slots' requests failed");
-    // Sometimes who hung wakes while the group serves on, sometimes when it is no more.
+    // The hanging device is released either while the group is serving or after its end.
     if failure.at_step.is_multiple_of(2) {
         script.release();
     }
@@ -147,11 +147,11 @@ async fn a_member_that_hangs_is_left_behind() {
             }
         }
     }
-    // Each of them waits for most of its time.
+    // Each of them is idle most of the time.
     futures_util::future::join_all(trials).await;
 }
 
-/// Several failures of any kind but silence, wherever chance puts them.
+/// Several failures of any kind except hanging, at random points.
 #[actix::test]
 async fn failures_by_chance_cost_nothing_but_what_was_in_flight() {
     let right = expected().await;

@@ -1,5 +1,5 @@
-//! The same over devices that compute: real members of a real model, which fail, vanish and hang by chance, and of which no
-//! thread is left, their workers' neither.
+//! Tests of groups of real devices that fail, vanish and hang at random, after which no thread is left,
+//! including worker threads.
 
 use super::member::{Failure, Fault, Moment, Script, Shape};
 use super::{STEP_TIMEOUT, requests, served};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// As `--devices` spells them.
+/// Values of `--devices`.
 const GROUPS: [(&str, Shape); 4] = [
     ("cpu:0", Shape(1, 1)),
     ("cpu:0;cpu:1", Shape(2, 1)),
@@ -23,12 +23,12 @@ const GROUPS: [(&str, Shape); 4] = [
     ("cpu:0&cpu:1;cpu:2&cpu:3", Shape(2, 2)),
 ];
 
-/// A device of the program's that fails as it is told.
+/// A real device that fails on command.
 struct Acting {
     inner: Box<dyn Executor>,
     script: Arc<Script>,
     device: usize,
-    /// The step it is in, for what happens while it exchanges.
+    /// The current step, for failures during exchanges.
     now: Arc<AtomicU64>,
 }
 
@@ -99,7 +99,7 @@ async fn engine(devices: &str, script: &Arc<Script>) -> Engine {
     engine::start(setup, tokenizer, factories).await.expect("the engine starts")
 }
 
-/// Of any kind, at any moment.
+/// Returns random failures at random points.
 fn failures(shape: Shape, mut below: impl FnMut(usize) -> usize) -> Vec<Failure> {
     let failure = |_| {
         let moment = [Moment::Build, Moment::Begin, Moment::Middle, Moment::End][below(4)];
@@ -126,7 +126,7 @@ async fn trial(seed: u32, right: &[Vec<u32>]) {
         }
     }
     script.release();
-    // What is still to happen happens; then all is well.
+    // Lets the remaining failures happen; then the group recovers.
     let began = Instant::now();
     loop {
         let outcomes = complete_all(&engine, requests()).await;
@@ -140,12 +140,12 @@ async fn trial(seed: u32, right: &[Vec<u32>]) {
     script.threads_end();
 }
 
-/// Threads of this process.
+/// Returns the number of threads of this process.
 fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").expect("there is /proc").count()
 }
 
-/// In a process of its own, in which nobody else has threads.
+/// Runs in a separate process, so that no other test has threads.
 #[test]
 fn real_devices_that_fail_by_chance_leave_nothing_behind() {
     const ITSELF: &str = "group::real::real_devices_that_fail_by_chance_leave_nothing_behind";

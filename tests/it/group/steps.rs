@@ -1,4 +1,4 @@
-//! A group by itself: steps in flight, links, and what cannot be built.
+//! Tests of a group alone: steps in flight, links, and failing builds.
 
 use super::SHAPES;
 use super::member::{Failure, Fault, Moment, Script, Shape};
@@ -35,7 +35,7 @@ pub(super) fn config(shape: Shape) -> GroupConfig {
     GroupConfig::new(names.collect(), LIMITS, 4)
 }
 
-/// A prompt of one sequence that depends on its number.
+/// Returns the prompt of sequence `number`.
 fn step(number: u32) -> Box<Step> {
     let span = Span {
         model: SpanModel::Target,
@@ -55,7 +55,7 @@ fn step(number: u32) -> Box<Step> {
     step
 }
 
-/// Sends a step of a sequence that begins with it.
+/// Sends a step that starts a sequence.
 pub(super) fn send(group: &Group, number: u32) -> Running {
     loop {
         // A fault between the two is as good as one before.
@@ -65,7 +65,7 @@ pub(super) fn send(group: &Group, number: u32) -> Running {
     }
 }
 
-/// Sends so many steps at once, and gives what came of them.
+/// Sends this many steps at once and returns their results.
 pub(super) async fn run(group: &Group, steps: u32) -> Vec<Result<u32, String>> {
     let running: Vec<_> = (0..steps).map(|number| send(group, number)).collect();
     let mut outcomes = Vec::new();
@@ -96,7 +96,7 @@ async fn steps_in_flight_come_back_in_order_with_their_own_results() {
     }
 }
 
-/// The steps before the fault are answered, the others get one and the same error.
+/// The steps before the fault succeed; the others get the same error.
 #[actix::test]
 async fn a_fault_ends_every_step_in_flight_and_no_other() {
     for shape in SHAPES {
@@ -127,7 +127,7 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
     }
 }
 
-/// Everything that leaves a device as a message of bytes.
+/// A link that passes everything as byte messages.
 struct Serial {
     inner: Box<dyn Link>,
     room: Carried,
@@ -146,7 +146,7 @@ impl Link for Serial {
     }
 }
 
-/// A collective that gets numbers, not memory.
+/// A collective that exchanges values instead of shared memory.
 struct ByMessage(Box<dyn Collective>);
 
 impl Collective for ByMessage {
@@ -200,7 +200,7 @@ async fn devices_need_no_memory_in_common() {
     }
 }
 
-/// The factory of one device, failing at those of its builds.
+/// Returns the factory of one device that fails at given builds.
 fn failing_builds(script: &Arc<Script>, device: usize, at: &'static [u64]) -> Vec<Vec<Factory>> {
     let mut factories = script.factories(LIMITS);
     let Shape(_, members) = script.shape;
@@ -228,7 +228,7 @@ async fn a_group_that_cannot_be_built_does_not_start() {
     }
 }
 
-/// Two rebuilds fail: the one after the fault, and, if a step came before it was through, one for that step.
+/// Two rebuilds fail: the one after the fault, and one for a step that arrived before it completed, if any.
 #[actix::test]
 async fn a_group_that_cannot_be_rebuilt_is_tried_again() {
     for shape in SHAPES {
@@ -251,7 +251,7 @@ async fn a_group_that_cannot_be_rebuilt_is_tried_again() {
     }
 }
 
-/// `/health` sends nobody to devices that are not there, so they have to come back without being asked.
+/// Without requests, which `/health` keeps away, devices must still be rebuilt.
 #[actix::test]
 async fn a_group_that_cannot_be_rebuilt_shows_in_the_status_and_is_tried_again_unasked() {
     let failure = Failure { device: 0, at_step: 0, fault: Fault::Error, moment: Moment::Begin };
@@ -289,7 +289,7 @@ async fn a_stopped_group_leaves_no_step_and_no_thread() {
     }
 }
 
-/// A link that breaks, as one to another process may, is its device's failure and nobody else's.
+/// A broken link is a failure of its own device only.
 struct Breaking {
     inner: Box<dyn Link>,
     left: Arc<AtomicU64>,

@@ -1,5 +1,5 @@
-//! Models with an encoder through the actors: recorded answers of Hugging Face transformers (tests/oracle), alone and in
-//! company, and what is in their steps.
+//! Tests of models with an encoder through the actors, against the recorded answers of Hugging Face
+//! transformers (tests/oracle), alone and batched, and of the content of their steps.
 
 mod recorded;
 
@@ -30,7 +30,7 @@ pub const ENCODER_DECODERS: [&str; 6] = ["bart", "flan_t5", "invented_two", "m2m
 
 type Settings<'a> = &'a [(&'static str, Value)];
 
-/// Every way to schedule, with budgets that a source fits into and does not.
+/// Returns every scheduling policy, with budgets above and below the length of an encoder input.
 fn schedules() -> Vec<Vec<(&'static str, Value)>> {
     let mut all = Vec::new();
     for policy in ["fused", "concurrent", "window"] {
@@ -46,7 +46,7 @@ fn schedules() -> Vec<Vec<(&'static str, Value)>> {
     all
 }
 
-/// A device that shows every step it runs, and fails at one of them.
+/// A device that records every step and fails at a given one.
 struct Watched {
     inner: Box<dyn Executor>,
     steps: mpsc::Sender<StepBatch>,
@@ -67,7 +67,7 @@ impl Executor for Watched {
     }
 }
 
-/// An engine for that model, and the steps it runs.
+/// Starts an engine for the model. Returns it with the recorded steps.
 async fn watched(
     model: &Copied,
     settings: Settings<'_>,
@@ -100,7 +100,7 @@ fn translate(source: &[u32], request: Request) -> Request {
     Request { source: source.into(), ..request }
 }
 
-/// Ids of a vocabulary of 96.
+/// Returns token ids of a vocabulary of 96.
 fn words(number: usize, len: usize) -> Vec<u32> {
     prompt(number, len).into_iter().map(|id| 8 + id % 88).collect()
 }
@@ -118,10 +118,10 @@ async fn check_recorded(name: &str, kind: &str) {
     let inputs = Input::all(name);
     let requests: Vec<Vec<Request>> = inputs.iter().map(Input::requests).collect();
     let model = family(name, &format!("kinds-{kind}"));
-    // As they were recorded: nothing is rounded beside weights of BF16.
+    // As recorded: activations are not rounded with BF16 weights.
     let settings = [("device.kind", kind.into()), ("device.activations", "f32".into())];
     let engine = plain(&model, &settings).await;
-    // All at once, many more than there are slots.
+    // All requests at once, many more than slots.
     let mut outcomes = complete_all(&engine, requests.iter().flatten().cloned()).await.into_iter();
     for (input, requests) in inputs.iter().zip(&requests) {
         let outcomes: Vec<Outcome> = outcomes.by_ref().take(requests.len()).collect();
@@ -165,7 +165,7 @@ async fn texts_give_the_same_bits_in_any_company() {
     }
 }
 
-/// Eight texts on four slots are two steps, or as many as their rows need; nothing is drawn and nothing is kept.
+/// Eight texts on four slots take two steps, or as many as their rows need; nothing is sampled or cached.
 #[actix::test]
 async fn texts_share_their_steps() {
     let model = family("bert", "kinds-steps");
@@ -191,7 +191,7 @@ async fn texts_share_their_steps() {
     }
 }
 
-/// Sources and prompts of different lengths, greedy and drawn, for answers of different lengths.
+/// Returns requests with encoder inputs, prompts and answers of different lengths, greedy and sampled.
 fn translations() -> Vec<Request> {
     let request = |i: usize| {
         let (prompt, tokens) = (words(50 + i, 1 + (i * 5) % 13), 3 + (i as u32 * 7) % 19);
@@ -228,7 +228,8 @@ async fn translations_are_the_same_in_any_company() {
         let other_source = translate(&words(77, 20), requests[4].clone());
         let mut moves = 0;
         for (number, mut settings) in schedules().into_iter().enumerate() {
-            // Pages for the longest and little more, so that most wait for others', or for all.
+            // Pages for little more than the longest request, so that most wait for pages of others, or pages
+            // for all.
             settings.push(("kv.size", if number % 3 == 0 { "160tokens" } else { "auto" }.into()));
             let (engine, steps) = watched(&model, &settings, u64::MAX).await;
             let together = complete_all(&engine, requests.iter().cloned()).await;
@@ -245,8 +246,8 @@ async fn translations_are_the_same_in_any_company() {
     }
 }
 
-/// A short source and a long one under a budget that the long one exceeds: it goes whole and alone, and who decodes
-/// goes on beside it.
+/// A short and a long encoder input, where the long one exceeds the budget: it is processed whole and alone,
+/// while decoding requests continue.
 #[actix::test]
 async fn a_source_goes_whole_before_its_prompt_and_stalls_nobody() {
     let model = family("m2m100", "kinds-spans");
@@ -359,7 +360,7 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     let model = &engine.model;
     assert_eq!((model.kind, model.context, model.longest), (Kind::EncoderDecoder, 64, 64));
     assert_eq!(model.source_context, 64);
-    assert!(engine.report.contains("encoder for sources of up to 64 and decoder"), "{}", engine.report);
+    assert!(engine.report.contains("encoder for inputs of up to 64 tokens and decoder"), "{}", engine.report);
     refused(&engine, embed(&words(0, 3), Pooling::Mean), "model", "/v1/completions").await;
     refused(&engine, greedy(&words(0, 3), 4), "prompt", "no tokens").await;
     let longest = translate(&words(0, 32), greedy(&words(0, 4), 60));
@@ -413,7 +414,7 @@ async fn refused(engine: &Engine, request: Request, param: &str, word: &str) {
     }
 }
 
-/// Pages for a sequence and for its source; a lone encoder keeps nothing.
+/// A sequence and its encoder input have pages; an encoder-only model has none.
 #[test]
 fn inspect_counts_the_pages_of_sources_as_the_engine_does() {
     for (name, pages_each) in [("bert", 0), ("m2m100", 2 + 2), ("t5", 4 + 4)] {

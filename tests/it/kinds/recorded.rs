@@ -1,18 +1,19 @@
-//! What transformers answers for an encoder: the states of every token, and what stands in place of each mask.
+//! Recorded answers of transformers for encoders: the hidden states of every token, and the predictions of
+//! each mask.
 
 use super::{embed, fill};
 use crate::common::{Outcome, fixture};
 use mainstem::request::{Pooling, Request, Token};
 use serde::Deserialize;
 
-/// Of log-probabilities.
+/// Tolerance of log-probabilities.
 const TOLERANCE: f32 = 1e-3;
-/// Of hidden states: two kinds of GELU differ by less than the other one.
+/// Tolerance of hidden states, large enough for the difference between two kinds of GELU.
 const HIDDEN_TOLERANCE: f32 = 1e-4;
-/// Of the fixtures' hidden states.
+/// Size of the fixtures' hidden states.
 const WIDTH: usize = 32;
 
-/// What is recorded of an encoder.
+/// The recorded answers for an encoder.
 #[derive(Deserialize)]
 struct Recorded {
     inputs: Vec<Input>,
@@ -24,7 +25,7 @@ pub struct Input {
     hidden: Vec<Vec<f32>>,
     #[serde(default)]
     masks: Vec<Mask>,
-    /// The mean, of length 1, where that is what the model is for.
+    /// The L2-normalized mean, for embedding models.
     pooled: Option<Vec<f32>>,
 }
 
@@ -42,7 +43,7 @@ impl Input {
         serde_json::from_slice::<Recorded>(&text).expect("they are in their form").inputs
     }
 
-    /// One for each pooling, and one for all masks there are.
+    /// Returns one request per pooling mode, and one for all masks.
     pub fn requests(&self) -> Vec<Request> {
         let poolings = [Pooling::Mean, Pooling::Cls, Pooling::Last];
         let mut requests: Vec<Request> =
@@ -54,7 +55,7 @@ impl Input {
         requests
     }
 
-    /// Checks what came of them.
+    /// Checks the outcomes of these requests.
     pub fn check(&self, outcomes: &[Outcome]) {
         let count = self.hidden.len() as f32;
         let mean = (0..WIDTH).map(|x| self.hidden.iter().map(|row| row[x]).sum::<f32>() / count).collect();

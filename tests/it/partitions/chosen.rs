@@ -1,12 +1,12 @@
-//! What is tried on some models only: devices of several kinds, caches in half precision, what devices say of themselves, and
-//! tokens that there are none of.
+//! Tests on selected models: mixed device kinds, half-precision caches, device reports, and tokens outside
+//! the vocabulary.
 
 use super::*;
 use mainstem::model::executor::{ExecutorReport, forecast};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 
-/// Every operation of a stage is the oracle's too; and stages of different kinds understand each other.
+/// The oracle implements every operation of a stage, and stages on different device kinds are compatible.
 #[test]
 fn stages_can_be_of_different_kinds() {
     for name in ["qwen2_moe", "invented_one", "t5"] {
@@ -28,7 +28,7 @@ fn stages_can_be_of_different_kinds() {
     }
 }
 
-/// A member's heads are laid out and copied as all heads are.
+/// The heads of a rank are laid out and copied like all heads.
 #[test]
 fn caches_can_be_in_half_precision() {
     for name in ["gqa", "families/gemma3", "families/t5"] {
@@ -50,7 +50,7 @@ fn devices_that_load_at_once_report_their_own_bytes() {
     };
     let foretold = |shard| bytes(forecast(cpu(), &source, shard, kv, limits).expect("the fixture is open"));
     let foretold: Vec<_> = shards.iter().map(foretold).collect();
-    // What happens to be built at the same moment differs.
+    // What is built concurrently differs.
     for _ in 0..10 {
         let all_are_there = Barrier::new(MEMBERS);
         let build = |shard, place| {
@@ -71,8 +71,8 @@ fn devices_that_load_at_once_report_their_own_bytes() {
     }
 }
 
-/// A device that has some of the vocabulary cannot tell a token that others have from one that nobody has, nor can one that
-/// has no embedding.
+/// A device with a part of the vocabulary or without the embedding cannot distinguish a token of other
+/// devices from an invalid one.
 #[test]
 fn a_token_that_there_is_not_is_a_fault_on_every_device() {
     let source = open(&fixture("gqa"));
@@ -86,6 +86,6 @@ fn a_token_that_there_is_not_is_a_fault_on_every_device() {
         let ran = catch_unwind(AssertUnwindSafe(|| device.run(&batch, flow, &mut StepOutput::default())));
         let said = ran.expect_err("it is a fault");
         let said = said.downcast_ref::<String>().expect("it says why");
-        assert!(said.contains("a token beyond the 263 there are"), "{said}");
+        assert!(said.contains("a token is not in the vocabulary of 263"), "{said}");
     }
 }

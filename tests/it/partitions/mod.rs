@@ -1,8 +1,8 @@
-//! One model on several devices: every fixture on every partition of up to four gives what one device does. Splits by layers
-//! are equal to the bit; where members add up, log-probabilities are near and greedy tokens are the same.
+//! Tests of every fixture on every partition of up to four devices against a single device. Layer-wise splits
+//! are bit-identical; with tensor-parallel sums, log-probabilities are close and greedy tokens are the same.
 //!
-//! The driver here is as plain as can be: a thread for each member, which plays the whole script; stages hand on bytes, and
-//! members meet as those that serve do, with less room, so that sums and columns go in pieces.
+//! The driver is minimal: one thread per rank plays the whole script; stages pass on bytes, and ranks use the
+//! collectives of serving with smaller buffers, so that sums and columns are exchanged in several pieces.
 
 mod chosen;
 mod near;
@@ -28,20 +28,20 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Of log-probabilities and hidden states, where sums are made in another order.
+/// Tolerance of log-probabilities and hidden states if sums are computed in another order.
 const TOLERANCE: f32 = 1e-4;
-/// The same where keys and values are rounded to half precision.
+/// Tolerance with keys and values in half precision.
 const HALF_TOLERANCE: f32 = 2e-3;
 
-/// Numbers that members exchange at a time, partition after partition: less than a row of logits has, less than the rows of
-/// a prompt, and more than there are.
+/// Sizes of the exchange buffers, cycled over the partitions: smaller than a row of logits, smaller than the
+/// rows of a prompt, and larger than everything.
 const EXCHANGED: [usize; 3] = [37, 300, 1 << 15];
 
 fn open(path: &Path) -> ModelSource {
     ModelSource::open(&ModelRef::Path(path.to_owned()), None).expect("the fixture opens")
 }
 
-/// An executor on the kind of device that its name begins with.
+/// Creates an executor on the device kind that the name begins with.
 fn device(
     name: &str,
     source: &ModelSource,
@@ -68,28 +68,29 @@ fn device(
     }
 }
 
-/// One that does not round beside weights of BF16: what is summed in parts would be rounded another way.
+/// Creates an executor that does not round activations with BF16 weights: partial sums would be rounded
+/// differently.
 fn cpu() -> CpuBackend {
     let isas = [Isa::Avx512F, Isa::Avx2, Isa::Portable].into_iter();
     let made = |isa| CpuBackend::new(CpuConfig { threads: 1, isa, inputs: Inputs::Coded }).ok();
     isas.filter_map(made).next().expect("the CPU is there")
 }
 
-/// What one device says, with a cache of that type.
+/// Returns the output of a single device with a cache of this type.
 fn script_of(source: &ModelSource, ty: QuantType) -> Script {
     Script::of(source, ty, |kv| device("cpu", source, &Shard::whole(&source.spec), kv, None))
 }
 
-/// One member's way through the script.
+/// One rank playing the script.
 struct Player<'a> {
     source: &'a ModelSource,
     script: &'a Script,
     device: &'a str,
     shard: Shard,
     place: LocalMember,
-    /// From the stage before.
+    /// Input from the previous stage.
     from: Option<Receiver<Arc<Carried>>>,
-    /// To every member of the next, of the first member.
+    /// Outputs to every rank of the next stage, for the first rank.
     to: Vec<Sender<Arc<Carried>>>,
 }
 
@@ -110,7 +111,8 @@ impl Player<'_> {
     }
 }
 
-/// What the first member of the last stage answers; nobody else says anything. Members exchange so many numbers at a time.
+/// Plays the script on all ranks and returns the output of the first rank of the last stage. The exchange
+/// buffers hold this many numbers.
 fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged: usize) -> Vec<StepOutput> {
     thread::scope(|scope| {
         let (mut threads, mut next) = (Vec::new(), Vec::new());
@@ -131,7 +133,7 @@ fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged:
                 threads.push(scope.spawn(|| player.play()));
             }
         }
-        // Every member is waited for: whoever failed has said why.
+        // Joins every rank; a failed one has reported its error.
         let outputs: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
         let mut outputs = outputs.into_iter().map(|output| output.expect("every member plays to the end"));
         let answers = outputs.next().expect("the last stage was the first to begin");
@@ -142,7 +144,7 @@ fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged:
     })
 }
 
-/// Numbers of members of every stage, for up to four devices.
+/// Returns all numbers of ranks per stage, for up to four devices.
 fn shapes() -> Vec<Vec<usize>> {
     let mut all = vec![vec![]];
     let mut at = 0;
@@ -156,7 +158,8 @@ fn shapes() -> Vec<Vec<usize>> {
     all
 }
 
-/// Layers of each stage: evenly, and where only layers are split, as unevenly as can be, either way.
+/// Returns the layer counts of the stages: even ones, and for layer-wise splits also the most uneven ones,
+/// both ways.
 fn layer_counts(layers: usize, shape: &[usize]) -> Vec<Vec<usize>> {
     let stages = shape.len();
     if stages > layers {
@@ -173,7 +176,7 @@ fn layer_counts(layers: usize, shape: &[usize]) -> Vec<Vec<usize>> {
     all
 }
 
-/// Stages of so many layers, the encoder's first, and members by their shares.
+/// Builds stages of these numbers of layers, the encoder's first, with ranks of these shares.
 fn partition(spec: &ModelSpec, counts: &[usize], shares: &[Vec<u32>], experts: ExpertSplit) -> Partition {
     let of_encoder = spec.encoder.as_ref().map_or(0, |stack| stack.layers.len());
     let mut first = 0;
@@ -188,7 +191,7 @@ fn partition(spec: &ModelSpec, counts: &[usize], shares: &[Vec<u32>], experts: E
     Partition { stages: stages.collect(), experts }
 }
 
-/// Every partition to try: equal shares and uneven ones, experts by column and by expert.
+/// Returns all partitions to test: equal and uneven shares, experts split by column and by expert.
 fn partitions(spec: &ModelSpec) -> Vec<Partition> {
     let is_moe =
         spec.stacks().flat_map(|stack| &stack.layers).any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
@@ -212,13 +215,13 @@ fn partitions(spec: &ModelSpec) -> Vec<Partition> {
     all
 }
 
-/// What stands in the way of a partition, if anything does.
+/// Returns the reason why a partition is refused, if any.
 fn refusal(source: &ModelSource, partition: &Partition) -> Option<Refusal> {
     partition.shards().iter().flatten().find_map(|shard| source.part(shard).err())
 }
 
-/// As many members as can share a stage: heads of a layer, and of what is stored in blocks as many as columns have. KV heads do
-/// not stand in the way in any fixture.
+/// Returns the maximum number of ranks of a stage: limited by the heads of a layer, and in block formats by
+/// the blocks of a column. KV heads do not limit any fixture.
 fn most(source: &ModelSource, stage: &Stage) -> usize {
     let spec = &source.spec;
     let of_encoder = spec.encoder.iter().flat_map(|stack| &stack.layers[stage.encoder.clone()]);
@@ -237,8 +240,8 @@ fn most(source: &ModelSource, stage: &Stage) -> usize {
     layers.map(of_layer).min().expect("a stage has layers")
 }
 
-/// Plays the script on every partition whose stages are not too small for their members; how many those are. Keys and values
-/// are stored as `ty`, which is as near as that.
+/// Plays the script on every possible partition and returns their number. Keys and values are stored as `ty`,
+/// with the given tolerance.
 fn check_partitions(name: &str, source: &ModelSource, (ty, tolerance): (QuantType, f32)) -> usize {
     let script = script_of(source, ty);
     let mut played = 0;
@@ -262,7 +265,8 @@ fn check_partitions(name: &str, source: &ModelSource, (ty, tolerance): (QuantTyp
     played
 }
 
-/// Of two layers and two heads at least, both kinds of split are tried, and of more what is made of them.
+/// For models with at least two layers and two heads, both kinds of split are tested, and their combinations
+/// if larger.
 fn check_all(name: &str, source: &ModelSource) {
     let played = check_partitions(name, source, (QuantType::F32, TOLERANCE));
     let most = most(source, &Partition::single(&source.spec, "cpu:0").stages[0]);
@@ -292,7 +296,7 @@ fn so_do_encoders_and_models_with_both() {
     check_families(others());
 }
 
-/// Whatever lies in these folders of fixtures and is a model.
+/// Returns all models in these fixture directories.
 #[test]
 fn so_do_models_in_every_format() {
     let mut tried = 0;

@@ -1,10 +1,10 @@
-//! How far what several devices say may be from what one does.
+//! Tolerances for the comparison of several devices with a single one.
 //!
-//! Invariant: tokens that are told apart are never taken for each other, however near the numbers may be.
+//! Invariant: tokens whose log-probabilities are clearly different are never considered interchangeable.
 
 use mainstem_kernels::StepOutput;
 
-/// How near two outputs must be.
+/// The required closeness of two outputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Near {
     Bits,
@@ -19,7 +19,7 @@ impl Near {
         }
     }
 
-    /// Whether of two log-probabilities the first is larger for all who are so near.
+    /// Returns whether the first log-probability is larger for all outputs within the tolerance.
     fn tells_apart(self, a: f32, b: f32) -> bool {
         match self {
             Near::Bits => true,
@@ -28,7 +28,7 @@ impl Near {
     }
 }
 
-/// Asserts that what several devices said is as near as that to what one did.
+/// Asserts that the output of several devices is within the tolerance of that of a single device.
 pub fn check(what: &str, ours: &[StepOutput], theirs: &[StepOutput], near: Near) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (step, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
@@ -44,7 +44,8 @@ pub fn check(what: &str, ours: &[StepOutput], theirs: &[StepOutput], near: Near)
     }
 }
 
-/// Tokens and log-probabilities; of tokens that are nearly as likely as the next, and of the last, which may be, only those.
+/// Compares tokens and log-probabilities; for tokens almost as likely as the next, and for the last, only
+/// log-probabilities.
 fn check_top(what: &str, ours: &[(u32, f32)], theirs: &[(u32, f32)], near: Near) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (at, (a, b)) in ours.iter().zip(theirs).enumerate() {

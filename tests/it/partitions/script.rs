@@ -1,6 +1,6 @@
-//! What a model is asked, step by step, and what one device answers: to be asked again of several.
+//! Scripts of steps for a model, with the outputs of a single device, to be replayed on several devices.
 //!
-//! Every token is given with its step, so that a script can be played without waiting for answers.
+//! Every token is fixed in its step, so that a script can be played without waiting for outputs.
 
 use mainstem::model::executor::{Executor, KvPlan};
 use mainstem::model::{ModelSource, ModelSpec};
@@ -12,21 +12,21 @@ use mainstem_kernels::{
 const SLOTS: u32 = 5;
 const POSITIONS: usize = 64;
 const PAGE: usize = 32;
-/// Pages of a slot's own table; its source has one more.
+/// Pages of a slot; its encoder input has one more.
 const PAGES: u32 = (POSITIONS / PAGE) as u32;
 
 /// What a slot has of its own is not enough to copy it.
 const SPARE: u32 = 1 + SLOTS * (PAGES + 1);
 
-/// The steps, and what came of each.
+/// The steps, and the output of each.
 pub struct Script {
-    /// The cache they are made for.
+    /// The cache configuration of the script.
     pub kv: KvPlan,
     pub batches: Vec<StepBatch>,
     pub outputs: Vec<StepOutput>,
 }
 
-/// Ids of a vocabulary of 96, the smallest there is.
+/// Returns token ids of a vocabulary of 96, the smallest of all fixtures.
 fn words(number: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| 8 + ((number * 31 + i * 7 + i * i) % 88) as u32).collect()
 }
@@ -48,7 +48,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
 }
 
 impl Script {
-    /// Written while the whole model answers, on the device that is made for such a cache.
+    /// Creates a script by running the whole model on a device with this cache.
     pub fn of(source: &ModelSource, ty: QuantType, make: impl Fn(KvPlan) -> Box<dyn Executor>) -> Script {
         let kv = KvPlan { ty, pages: (SPARE + 2) as usize };
         let mut script = Script { kv, batches: Vec::new(), outputs: Vec::new() };
@@ -71,7 +71,8 @@ impl Script {
         self.outputs.last().expect("it was just put there")
     }
 
-    /// Sequences that join and leave at different steps, prompts whole and in chunks, moves, copies of pages, a hole.
+    /// Adds sequences that join and leave at different steps, whole and chunked prompts, moves, page copies,
+    /// and a hole.
     fn tell(&mut self, source: &ModelSource, device: &mut dyn Executor) {
         let mut tales = tales(source.spec.encoder.is_some());
         for turn in 0.. {
@@ -106,7 +107,7 @@ impl Script {
         }
     }
 
-    /// Texts of an encoder, alone and together, for states and for masks.
+    /// Adds encoder texts, alone and batched, for hidden states and for masks.
     fn read(&mut self, source: &ModelSource, device: &mut dyn Executor) {
         let has_head = source.spec.has_head();
         for texts in [&[9][..], &[1, 20, 5], &[32, 7]] {
@@ -148,7 +149,7 @@ fn encoder_span(batch: &mut StepBatch, slot: u32, tokens: &[u32]) {
     });
 }
 
-/// A row that is computed and whose result nobody wants.
+/// Returns a row that is computed but whose result is discarded.
 fn hole(batch: &mut StepBatch) {
     let at = batch.tokens.len() as u32;
     batch.tokens.push(0);
@@ -166,25 +167,26 @@ fn hole(batch: &mut StepBatch) {
     batch.samples.push(SampleRow::GREEDY);
 }
 
-/// One sequence.
+/// A sequence of the script.
 struct Tale {
     slot: u32,
     prompt: Vec<u32>,
     source: Vec<u32>,
-    /// Tokens of its prompt in one step.
+    /// Prompt tokens per step.
     chunk: usize,
-    /// The turn at which it joins.
+    /// The iteration at which the sequence joins.
     joins: usize,
-    /// Tokens to draw.
+    /// Number of tokens to sample.
     tokens: usize,
     given: usize,
     drawn: Vec<u32>,
 }
 
-/// Of whom, to which slot, at which turn: of one who draws, of one whose prompt is not through yet, and of two at once.
+/// Moves as (sequence, slot, iteration): of a decoding sequence, of one with an incomplete prompt, and of two
+/// at once.
 const MOVES: [(usize, usize, u32); 4] = [(4, 0, 4), (5, 3, 0), (6, 1, 3), (6, 0, 2)];
 
-/// The third leaves early, and the fourth takes its slot and its pages.
+/// The third sequence leaves early, and the fourth takes its slot and pages.
 fn tales(has_source: bool) -> Vec<Tale> {
     let tale = |(slot, len, chunk, joins, tokens): (u32, usize, usize, usize, usize)| Tale {
         slot,
@@ -200,7 +202,7 @@ fn tales(has_source: bool) -> Vec<Tale> {
 }
 
 impl Tale {
-    /// Its pages, and its source if it has one.
+    /// Returns the pages of the sequence, and those of its encoder input, if any.
     fn open(&self, batch: &mut StepBatch) {
         let first = 1 + self.slot * (PAGES + 1);
         let entry = |table, index, page| TableUpdate { slot: self.slot, table, index, page };
@@ -212,8 +214,8 @@ impl Tale {
         }
     }
 
-    /// From now on it has copies of its first page and its source's. It is the one that began in slot 0, which nobody has
-    /// taken yet.
+    /// Replaces the first page of the sequence and of its encoder input by copies. The sequence started in
+    /// slot 0, which is still free.
     fn copy(&self, batch: &mut StepBatch) {
         let mut copied = |table, page, to| {
             batch.copies.push(PageCopy { from: page, to });
@@ -225,7 +227,7 @@ impl Tale {
         }
     }
 
-    /// Its next chunk, or its last token; whether a token is drawn.
+    /// Adds the next chunk or the last token to the batch. Returns whether a token is sampled.
     fn go_on(&mut self, batch: &mut StepBatch) -> bool {
         let (start, begins) = (self.given + self.drawn.len().saturating_sub(1), self.given == 0);
         let tokens = match self.drawn.last() {
@@ -236,7 +238,7 @@ impl Tale {
             self.given += tokens.len();
         }
         let draws = self.given == self.prompt.len();
-        // A prompt in one piece tells how likely its own tokens are.
+        // A prompt in one chunk also returns the log-probabilities of its tokens.
         let is_whole = begins && draws;
         let want = match (draws, is_whole) {
             (false, _) => Want::None,

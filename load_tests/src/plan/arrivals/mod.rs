@@ -1,6 +1,7 @@
-//! When requests are due: at once, evenly, at random, along a ramp, as in a trace; or whenever a user is ready.
+//! Arrival processes: the due times of requests.
 //!
-//! Invariant: in an open loop the times are fixed before the first request is sent, and the first is due at once.
+//! Invariant: in an open loop the due times are fixed before the first request is sent, and the first is due
+//! at once.
 
 mod ramp;
 #[cfg(test)]
@@ -14,10 +15,12 @@ use rand_distr::{Distribution, Exp1, Gamma};
 use super::draws::Draws;
 use ramp::Ramp;
 
-/// An arrival process. Text forms, with R a rate such as `20/s` or a mean gap such as `50ms` (a bare number is
-/// milliseconds): `all`, `constant:R`, `poisson:R`, `gamma:R:SHAPE`, `ramp:RATE-RATE:TIME`,
-/// `ramp-exponential:RATE-RATE:TIME`, `users:N`, `users:N:THINK`. A RATE is a number per second, with or without
-/// `/s`; times have the unit us, ms or s. A trace has no text form: it shows as `trace`, which cannot be read.
+/// An arrival process.
+///
+/// Text forms, with R a rate such as `20/s` or a mean gap such as `50ms` (a bare number is milliseconds):
+/// `all`, `constant:R`, `poisson:R`, `gamma:R:SHAPE`, `ramp:RATE-RATE:TIME`,
+/// `ramp-exponential:RATE-RATE:TIME`, `users:N`, `users:N:THINK`. A RATE is a number per second, with or
+/// without `/s`; times have the unit us, ms or s. A trace is displayed as `trace`, which cannot be parsed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Arrivals {
     AllAtOnce,
@@ -27,45 +30,47 @@ pub enum Arrivals {
     Poisson {
         mean_gap: Duration,
     },
-    /// Gamma-distributed gaps: the shape is 1 for Poisson, less for bursts, more for regularity.
+    /// Gamma-distributed gaps: shape 1 is Poisson, smaller shapes are burstier, larger ones more regular.
     Gamma {
         mean_gap: Duration,
         shape: f64,
     },
-    /// A Poisson process whose rate goes from one value (per second) to another over a time, and stays there.
-    /// Only a linear ramp can begin at 0, and none can end there.
+    /// A Poisson process whose rate (per second) changes from one value to another over a time and then stays
+    /// constant. Only a linear ramp can start at 0, and none can end there.
     Ramp {
         from: f64,
         to: f64,
         over: Duration,
         kind: RampKind,
     },
-    /// As a trace has them: ascending, at least one. One that is shorter than the run begins anew after its end.
+    /// Recorded due times, ascending, at least one. A trace shorter than the run is repeated.
     Trace(Arc<[Duration]>),
-    /// A closed loop: each of so many users sends a request, reads its end, thinks, and sends the next.
+    /// A closed loop: each of `count` users sends a request, waits for the complete response, pauses for the
+    /// think time, and sends the next.
     Users {
         count: usize,
         think: Duration,
     },
 }
 
+/// The shape of a rate ramp over time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RampKind {
     Linear,
     Exponential,
 }
 
-/// When requests are to be sent.
+/// The due times of the requests of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Schedule {
-    /// From the start of the run, ascending, the first at once.
+    /// Open loop: due times since the start of the run, ascending, starting at 0.
     Open(Vec<Duration>),
-    /// A request is due when its user is ready for it.
+    /// Closed loop: a request is due when its user is ready to send it.
     Closed { users: usize, think: Duration },
 }
 
 impl Arrivals {
-    /// When each of `count` requests is due. A longer schedule begins with the shorter ones.
+    /// Computes the due times of `count` requests. A shorter schedule is a prefix of a longer one.
     pub fn schedule(&self, count: usize, draws: &mut Draws) -> Schedule {
         Schedule::Open(match *self {
             Arrivals::AllAtOnce => vec![Duration::ZERO; count],
@@ -74,7 +79,7 @@ impl Arrivals {
                 sums(Exp1, count, draws).map(|sum| times(mean_gap, sum)).collect()
             }
             Arrivals::Gamma { mean_gap, shape } => {
-                let gaps = Gamma::new(shape, 1.0 / shape).expect("shapes are above 0; this is a bug");
+                let gaps = Gamma::new(shape, 1.0 / shape).expect("shapes are above 0");
                 sums(gaps, count, draws).map(|sum| times(mean_gap, sum)).collect()
             }
             Arrivals::Ramp { from, to, over, kind } => {
@@ -86,8 +91,8 @@ impl Arrivals {
         })
     }
 
-    /// Requests per second on the mean, where that is told beforehand; infinite for all at once. `None` for a ramp,
-    /// a trace of one request, and a closed loop.
+    /// Returns the mean rate in requests per second, infinite for all at once, or `None` for a ramp, a trace
+    /// of one request, and a closed loop.
     pub fn rate(&self) -> Option<f64> {
         match self {
             Arrivals::AllAtOnce => Some(f64::INFINITY),
@@ -101,8 +106,8 @@ impl Arrivals {
         }
     }
 
-    /// Shape of the gaps' gamma distribution: 1 for Poisson, infinite for a constant gap; `None` where the gaps
-    /// have no such distribution.
+    /// Returns the shape of the gamma distribution of gaps: 1 for Poisson, infinite for a constant gap,
+    /// `None` if the gaps are not gamma-distributed.
     pub fn burstiness(&self) -> Option<f64> {
         match *self {
             Arrivals::Constant { .. } => Some(f64::INFINITY),
@@ -112,9 +117,10 @@ impl Arrivals {
         }
     }
 
-    /// The same process with every gap (and ramp and think time) `factor` times as long. The factor is above 0.
+    /// Returns the process with every gap, ramp duration and think time multiplied by `factor`, which must be
+    /// above 0.
     pub fn stretched(&self, factor: f64) -> Self {
-        assert!(factor > 0.0, "no gap is {factor} times as long; this is a bug");
+        assert!(factor > 0.0, "the factor {factor} is not above 0");
         match *self {
             Arrivals::AllAtOnce => Arrivals::AllAtOnce,
             Arrivals::Constant { gap } => Arrivals::Constant { gap: times(gap, factor) },
@@ -133,12 +139,13 @@ impl Arrivals {
     }
 }
 
-/// `duration` times `factor`, to the nanosecond; at most 584 years.
+/// Multiplies a duration by `factor`, rounding to the nanosecond; the result is at most 584 years.
 fn times(duration: Duration, factor: f64) -> Duration {
     Duration::from_nanos((duration.as_nanos() as f64 * factor).round() as u64)
 }
 
-/// The sums of none, one, two and more gaps, whose mean is 1. Scaled once each, they round once each.
+/// Returns the cumulative sums of 0, 1, 2, ... gaps of mean 1. The caller scales each sum, so that each is
+/// rounded only once.
 fn sums(gaps: impl Distribution<f64>, count: usize, draws: &mut Draws) -> impl Iterator<Item = f64> {
     let mut sum = 0.0;
     (0..count).map(move |index| {
@@ -149,10 +156,10 @@ fn sums(gaps: impl Distribution<f64>, count: usize, draws: &mut Draws) -> impl I
     })
 }
 
-/// The recorded times over and over, a mean gap apart.
+/// Repeats the recorded times up to `count`, with a mean gap between repetitions.
 fn repeated(recorded: &[Duration], count: usize) -> Vec<Duration> {
     let (Some(&last), Some(gap)) = (recorded.last(), mean_gap(recorded)) else {
-        panic!("a trace has entries; this is a bug");
+        panic!("a trace has at least one entry");
     };
     let due = |index: usize| {
         let (round, place) = (index / recorded.len(), index % recorded.len());
@@ -161,7 +168,7 @@ fn repeated(recorded: &[Duration], count: usize) -> Vec<Duration> {
     (0..count).map(due).collect()
 }
 
-/// The mean gap of recorded times; zero of a single one, `None` of none.
+/// Returns the mean gap of recorded times: zero for a single one, `None` for none.
 fn mean_gap(recorded: &[Duration]) -> Option<Duration> {
     let gaps = recorded.len().saturating_sub(1).max(1) as f64;
     recorded.last().map(|&last| times(last, 1.0 / gaps))

@@ -1,6 +1,6 @@
-//! A Poisson process along a ramp. With the rate's integral `I(t)`, the expected number of requests until `t`, the
-//! `n`th request is due when `I(t)` is the `n`th arrival of a Poisson process of rate 1; both integrals can be
-//! inverted:
+//! An inhomogeneous Poisson process whose rate follows a ramp. Let `I(t)` be the integral of the rate, the
+//! expected number of requests until `t`. The `n`th request is due when `I(t)` equals the `n`th arrival of a
+//! Poisson process of rate 1; both integrals can be inverted:
 //!
 //! ```text
 //! linear       rate = from + slope t           I = from t + slope t^2 / 2       slope = (to - from) / over
@@ -8,13 +8,13 @@
 //!                                                                               growth = ln(to / from) / over
 //! ```
 //!
-//! Invariant: times ascend with the sum they are for, and beyond the ramp the rate is `to`.
+//! Invariant: due times ascend with the integrated rate, and after the ramp the rate is `to`.
 
 use std::time::Duration;
 
 use super::RampKind;
 
-/// Rates are per second. `to` is above 0; so is `from`, unless the ramp is linear.
+/// A rate ramp. Rates are per second. `to` is above 0; `from` is above 0 unless the ramp is linear.
 pub(super) struct Ramp {
     pub from: f64,
     pub to: f64,
@@ -23,7 +23,7 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
-    /// When the integrated rate is `sum`.
+    /// Returns the time at which the integrated rate equals `sum`.
     pub fn when(&self, sum: f64) -> Duration {
         let beyond = sum - self.total();
         let seconds = match self.kind {
@@ -34,18 +34,19 @@ impl Ramp {
         Duration::from_nanos((seconds * 1e9).round() as u64)
     }
 
-    /// Requests that the ramp is expected to bring.
+    /// Returns the expected number of requests during the ramp.
     fn total(&self) -> f64 {
         let Ramp { from, to, over_s, kind } = *self;
         match kind {
             RampKind::Linear => (from + to) / 2.0 * over_s,
-            // The mean of an exponential ramp is its ends' logarithmic mean.
+            // The mean rate of an exponential ramp is the logarithmic mean of its ends.
             RampKind::Exponential if from == to => from * over_s,
             RampKind::Exponential => (to - from) / (to / from).ln() * over_s,
         }
     }
 
-    /// The root of the quadratic in a form that neither a flat ramp nor one from 0 takes a digit from.
+    /// Inverts the integral of a linear ramp. This form of the quadratic root is numerically stable for a
+    /// flat ramp and for one that starts at 0.
     fn linear(&self, sum: f64) -> f64 {
         let slope = (self.to - self.from) / self.over_s;
         let rate = (self.from * self.from + 2.0 * slope * sum).max(0.0).sqrt();

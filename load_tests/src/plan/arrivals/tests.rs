@@ -1,6 +1,7 @@
-//! Arrival processes held to their distributions, by CDFs of another library and integrals done numerically.
+//! Tests of arrival processes against their distributions, with CDFs of another library and numerical
+//! integrals.
 //!
-//! Invariant: every seed is fixed, so what passes once passes always.
+//! Invariant: every seed is fixed, so the tests are deterministic.
 
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ fn schedule(arrivals: &Arrivals, count: usize, seed: u64) -> Vec<Duration> {
     }
 }
 
-/// The gaps of `N` + 1 requests in units of `mean_s`.
+/// Returns the gaps of `N` + 1 requests in units of `mean_s`.
 fn gaps(text: &str, mean_s: f64) -> Vec<f64> {
     let times = schedule(&parsed(text), N + 1, 11);
     assert!(times[0].is_zero() && !times[1].is_zero(), "the first alone is due at once");
@@ -37,7 +38,7 @@ fn assert_fits(values: &[f64], cdf: impl Fn(f64) -> f64) {
     assert!(distance < CRITICAL / (values.len() as f64).sqrt(), "{distance}");
 }
 
-/// The correlation of each value with the next; of independent ones beyond the bound once in 1000.
+/// Asserts that the lag-1 correlation is small; independent values exceed the bound once in 1000.
 fn assert_independent(values: &[f64]) {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
@@ -67,7 +68,8 @@ fn gamma_gaps_have_their_shape_and_the_same_mean() {
     }
 }
 
-/// Variance over mean of the requests in each 50 mean gaps: 1 for Poisson, for long windows 1 / shape for gamma.
+/// Tests the index of dispersion over windows of 50 mean gaps: 1 for Poisson, 1 / shape for gamma in long
+/// windows.
 #[test]
 fn a_small_shape_comes_in_bursts_and_a_large_one_evenly() {
     let dispersion = |text: &str| {
@@ -81,13 +83,13 @@ fn a_small_shape_comes_in_bursts_and_a_large_one_evenly() {
         counts.iter().map(|count| (count - mean).powi(2)).sum::<f64>() / counts.len() as f64 / mean
     };
     let [bursts, poisson, even] = ["gamma:20/s:0.25", "poisson:20/s", "gamma:20/s:4"].map(dispersion);
-    // The index of 360 windows has a standard deviation of some 7.5 %.
+    // The index over 360 windows has a standard deviation of about 7.5 %.
     assert!((3.0..5.0).contains(&bursts), "{bursts}");
     assert!((0.75..1.25).contains(&poisson), "{poisson}");
     assert!((0.19..0.32).contains(&even), "{even}");
 }
 
-/// The integral of `rate` from 0 to `end`, by Simpson's rule.
+/// Integrates `rate` from 0 to `end` by Simpson's rule.
 fn integral(rate: impl Fn(f64) -> f64, end: f64) -> f64 {
     let half = end / 1000.0;
     let part = |i: usize| {
@@ -97,7 +99,7 @@ fn integral(rate: impl Fn(f64) -> f64, end: f64) -> f64 {
     (0..500).map(part).sum()
 }
 
-/// The rate of a ramp at a time, from what a ramp is.
+/// Computes the rate of a ramp at a time from its definition.
 fn rate_at(text: &str, time: f64) -> f64 {
     let (from, to, over, exponential) = match text {
         "ramp:0-100:60s" => (0.0, 100.0, 60.0, false),
@@ -140,7 +142,7 @@ fn along_the_rates_integral_a_ramp_is_a_poisson_process() {
     let exact = Exp::new(1.0).unwrap();
     for text in RAMPS {
         let times = schedule(&parsed(text), 2000, 5);
-        // The integral is smooth on each side of the ramp's end only.
+        // The integrand is smooth only on each side of the ramp's end.
         let along = |time: &Duration| {
             let time = time.as_secs_f64();
             integral(|t| rate_at(text, t), time.min(60.0)) + (time - 60.0).max(0.0) * rate_at(text, 60.0)
@@ -197,7 +199,7 @@ fn stretching_scales_every_time_exactly() {
         let (before, after) = (schedule(&arrivals, 500, 3), schedule(&arrivals.stretched(2.5), 500, 3));
         for (index, (before, after)) in before.iter().zip(&after).enumerate() {
             let expected = before.as_nanos() as f64 * 2.5;
-            // The mean gap and each time are rounded to a nanosecond.
+            // The mean gap and each time are rounded to the nanosecond.
             let rounding = 2.0 + index as f64;
             assert!(
                 (after.as_nanos() as f64 - expected).abs() <= rounding,
@@ -213,12 +215,12 @@ fn stretching_scales_every_time_exactly() {
 
 #[test]
 fn rate_and_burstiness_are_told_where_they_are_known() {
-    let told = |text: &str| (parsed(text).rate(), parsed(text).burstiness());
-    assert_eq!(told("all"), (Some(f64::INFINITY), None));
-    assert_eq!(told("constant:50"), (Some(20.0), Some(f64::INFINITY)));
-    assert_eq!(told("poisson:20/s"), (Some(20.0), Some(1.0)));
-    assert_eq!(told("gamma:2s:0.5"), (Some(0.5), Some(0.5)));
+    let properties = |text: &str| (parsed(text).rate(), parsed(text).burstiness());
+    assert_eq!(properties("all"), (Some(f64::INFINITY), None));
+    assert_eq!(properties("constant:50"), (Some(20.0), Some(f64::INFINITY)));
+    assert_eq!(properties("poisson:20/s"), (Some(20.0), Some(1.0)));
+    assert_eq!(properties("gamma:2s:0.5"), (Some(0.5), Some(0.5)));
     for text in ["ramp:1-2:3s", "ramp-exponential:1-2:3s", "users:3"] {
-        assert_eq!(told(text), (None, None), "{text}");
+        assert_eq!(properties(text), (None, None), "{text}");
     }
 }

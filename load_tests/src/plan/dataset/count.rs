@@ -1,6 +1,6 @@
-//! How many tokens a text is.
+//! Token counts of texts.
 //!
-//! Invariant: no count is cut or padded, whatever the tokenizer's file asks for, and none is 0.
+//! Invariant: truncation and padding settings of the tokenizer file do not affect counts, and no count is 0.
 
 use anyhow::anyhow;
 use tokenizers::Tokenizer;
@@ -8,16 +8,16 @@ use tokenizers::Tokenizer;
 use super::{Answer, Entry};
 use crate::plan::prompts::Text;
 
-/// Counts with a tokenizer, or guesses from the number of characters.
+/// A token counter: exact with a tokenizer, or an estimate from the number of characters.
 pub(super) enum Counter {
     Tokenizer(Box<Tokenizer>),
     Characters,
 }
 
-/// In English, and with the vocabularies of today.
+/// Typical for English text and current vocabularies.
 const CHARACTERS_PER_TOKEN: usize = 4;
 
-/// Whether a count includes what a server puts around a prompt, such as a token that begins every sequence.
+/// Whether a count includes the special tokens that a server adds to a prompt, such as a BOS token.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Around {
     Prompt,
@@ -25,6 +25,7 @@ enum Around {
 }
 
 impl Counter {
+    /// Creates a counter that uses `tokenizer`, if given, without its truncation and padding.
     pub fn new(tokenizer: Option<&Tokenizer>) -> anyhow::Result<Self> {
         let Some(tokenizer) = tokenizer else { return Ok(Counter::Characters) };
         let mut tokenizer = Box::new(tokenizer.clone());
@@ -33,6 +34,7 @@ impl Counter {
         Ok(Counter::Tokenizer(tokenizer))
     }
 
+    /// Converts an entry of a file to a text with token counts.
     pub fn text(&self, entry: Entry) -> anyhow::Result<Text> {
         let output_len = match &entry.answer {
             Answer::None => None,
@@ -54,8 +56,8 @@ impl Counter {
     }
 }
 
-/// The tokenizer's complaint, with the beginning of the text.
+/// Returns a tokenizer error with the beginning of the text.
 fn about(text: &str, error: &tokenizers::Error) -> anyhow::Error {
     let beginning: String = text.chars().take(40).collect();
-    anyhow!("the tokenizer fails at the text that begins with {beginning:?}: {error}")
+    anyhow!("tokenizing the text that begins with {beginning:?} failed: {error}")
 }

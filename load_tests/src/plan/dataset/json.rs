@@ -1,6 +1,6 @@
-//! Prompts out of JSON: a list of entries, or one in each line.
+//! Parses prompts from JSON: a list of entries, or one entry per line.
 //!
-//! Invariant: of a list one entry at a time is held as JSON, however long the list is.
+//! Invariant: only one entry of a list at a time is held as a JSON value.
 
 use std::fmt;
 
@@ -14,13 +14,13 @@ use serde_json::{Map, Value};
 use super::{Answer, Entry};
 use crate::plan::{files::json_lines, lengths::LENGTH_MAX};
 
-/// The entries of a list.
+/// Parses the entries of a JSON list.
 pub(super) fn list(content: &str) -> anyhow::Result<Vec<Entry>> {
     let List(entries) = serde_json::from_str(content)?;
     Ok(entries)
 }
 
-/// The entries of lines.
+/// Parses one entry per line.
 pub(super) fn lines(content: &str) -> anyhow::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for line in json_lines(content) {
@@ -59,7 +59,8 @@ impl<'de> Visitor<'de> for ListVisitor {
     }
 }
 
-/// What an entry asks; `None` when it has no first human turn, or no answer to it.
+/// Parses an entry. Returns `None` for a conversation that does not begin with a human turn and an answer to
+/// it.
 fn entry(value: Value) -> Result<Option<Entry>, String> {
     let Value::Object(mut fields) = value else { return Err("expected an object".into()) };
     let found = if let Some(prompt) = fields.remove("prompt") {
@@ -72,7 +73,7 @@ fn entry(value: Value) -> Result<Option<Entry>, String> {
     Ok(found.filter(|entry| !entry.prompt.is_empty()))
 }
 
-/// The answer that stands beside a prompt.
+/// Parses the answer, or its length, given along with a prompt.
 fn answer(mut fields: Map<String, Value>) -> Result<Answer, String> {
     for name in ["output_len", "output_tokens"] {
         if let Some(tokens) = fields.get(name).filter(|tokens| !tokens.is_null()) {
@@ -90,16 +91,17 @@ fn answer(mut fields: Map<String, Value>) -> Result<Answer, String> {
 fn text(value: Value, name: &str) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text),
-        _ => Err(format!("{name} is not a text")),
+        _ => Err(format!("{name} is not a string")),
     }
 }
 
-/// The first two turns after those of a system, if they are of a human and of a model.
-fn conversation(turns: Value, speaker: &str, said: &str) -> Option<Entry> {
+/// Returns the first two turns after any system turns, if they are of a human and of a model.
+fn conversation(turns: Value, speaker: &str, content: &str) -> Option<Entry> {
     let Value::Array(turns) = turns else { return None };
     let mut turns = turns.into_iter().map(|mut turn| {
-        let (speaker, said) = (turn.get_mut(speaker).map(Value::take), turn.get_mut(said).map(Value::take));
-        (speaker.unwrap_or_default(), said.unwrap_or_default())
+        let (speaker, content) =
+            (turn.get_mut(speaker).map(Value::take), turn.get_mut(content).map(Value::take));
+        (speaker.unwrap_or_default(), content.unwrap_or_default())
     });
     let (speaker, prompt) = turns.find(|(speaker, _)| speaker != "system")?;
     let (answerer, answer) = turns.next()?;

@@ -1,11 +1,11 @@
-//! Prompts out of files: conversations as ShareGPT has them, lines of JSON, plain text.
+//! Reads prompts from files: ShareGPT conversations, JSON lines, or plain text.
 //!
-//! Of a conversation the first human turn is the prompt, and the answer to it tells how long an answer is; what a
-//! system says before is passed over. Whoever has no such pair is left out, and an empty prompt too. Plain text is
-//! what ends in `.txt`, and what does not begin as a JSON list or object; there each paragraph is a prompt:
-//! lines that no empty line parts.
+//! The prompt of a conversation is its first human turn, and the answer to it determines the output length;
+//! system turns before it are ignored. Conversations without such a pair and empty prompts are skipped. A
+//! file is plain text if its name ends in `.txt` or its content does not begin like a JSON list or object;
+//! each paragraph (consecutive non-empty lines) is then a prompt.
 //!
-//! Invariant: each text has a prompt that is not empty, and lengths of at least 1.
+//! Invariant: each text has a non-empty prompt, and lengths of at least 1.
 
 mod count;
 mod json;
@@ -18,19 +18,19 @@ use tokenizers::Tokenizer;
 use super::{files::read_text, prompts::Text};
 use count::Counter;
 
-/// Reads the texts of `file`: a JSON list of ShareGPT-like conversations, JSON lines, or plain text. Errors name
-/// the file and the line or entry. Without a tokenizer four characters count as a token.
+/// Reads the texts of `file`: a JSON list of ShareGPT-like conversations, JSON lines, or plain text. Errors
+/// name the file and the line or entry. Without a tokenizer, four characters count as one token.
 ///
-/// An object is a conversation, `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}` or
-/// `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}`, or a prompt,
-/// `{"prompt": "..."}`, with the length of its answer in tokens as `output_len` or `output_tokens`, or the answer
+/// An object is a conversation, `{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt",
+/// ...}]}` or `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}`, or a prompt,
+/// `{"prompt": "..."}`, with the answer's length in tokens as `output_len` or `output_tokens`, or the answer
 /// itself as `completion`.
 pub fn read(file: &Path, tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<Text>> {
     let texts = || texts(&read_text(file)?, Format::of(file), &Counter::new(tokenizer)?);
     texts().with_context(|| file.display().to_string())
 }
 
-/// What a file's name says of its content.
+/// The format of a file as indicated by its name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Format {
     Plain,
@@ -44,13 +44,14 @@ impl Format {
     }
 }
 
-/// A prompt as the file has it.
+/// A prompt as read from a file, before token counting.
 #[derive(Debug, PartialEq)]
 struct Entry {
     prompt: String,
     answer: Answer,
 }
 
+/// The recorded answer to a prompt: absent, only its length in tokens, or its text.
 #[derive(Debug, PartialEq)]
 enum Answer {
     None,
@@ -67,7 +68,7 @@ fn texts(content: &str, format: Format, counter: &Counter) -> anyhow::Result<Vec
     };
     ensure!(
         !entries.is_empty(),
-        "there is no prompt in it: expected conversations of a human and a model, objects with a prompt, or text"
+        "the file contains no prompt: expected conversations of a human and a model, objects with a prompt, or text"
     );
     entries.into_iter().map(|entry| counter.text(entry)).collect()
 }

@@ -1,6 +1,6 @@
-//! Files as they are found, and files that are not what they should be.
+//! Tests with valid and malformed files.
 //!
-//! Invariant: every file a test writes has a name of its own and is removed.
+//! Invariant: every file that a test writes has a unique name and is removed.
 
 use tokenizers::{
     PaddingParams, PaddingStrategy, TruncationParams, models::wordlevel::WordLevel,
@@ -18,7 +18,7 @@ fn read_as(
     read(Written::new(name, content).path(), tokenizer)
 }
 
-/// Prompts and lengths of a file without a tokenizer.
+/// Returns the prompts and lengths of a file read without a tokenizer.
 fn told(name: &str, content: &str) -> Vec<(String, u32, Option<u32>)> {
     let texts = read_as(name, content, None).unwrap_or_else(|error| panic!("{error:#}"));
     texts.into_iter().map(|text| (text.prompt, text.prompt_len, text.output_len)).collect()
@@ -30,7 +30,7 @@ fn refused(name: &str, content: impl AsRef<[u8]>) -> String {
     error
 }
 
-/// Knows four words, and puts a token before each text.
+/// Returns a tokenizer with four words that adds a BOS token to each text.
 fn tokenizer() -> Tokenizer {
     let words = ["[UNK]", "[BOS]", "how", "are", "you", "fine"];
     let vocab = words.iter().zip(0..).map(|(word, id)| (word.to_string(), id)).collect();
@@ -81,7 +81,8 @@ fn a_tokenizer_counts_exactly_whatever_it_would_cut_or_pad() {
         let texts = read_as("counted.json", SHARE_GPT, Some(tokenizer)).unwrap();
         texts.iter().map(|text| (text.prompt_len, text.output_len)).collect::<Vec<_>>()
     };
-    // The prompt with the token before it; an answer has none, and an empty one is asked for as one token.
+    // The prompt count includes the BOS token; the answer count does not, and an empty answer counts as one
+    // token.
     assert_eq!(counted(&tokenizer), [(4, Some(2)), (2, Some(1))]);
     let truncation = TruncationParams { max_length: 2, ..Default::default() };
     tokenizer.with_truncation(Some(truncation)).unwrap();
@@ -119,7 +120,7 @@ fn plain_text_is_its_paragraphs() {
     for name in ["plain.txt", "plain", "plain.md"] {
         assert_eq!(told(name, content), expected);
     }
-    // What is called plain text is not taken for JSON, whatever it begins with.
+    // A `.txt` file is never parsed as JSON, whatever it begins with.
     assert_eq!(told("brackets.TXT", "[1] a\n\n{b}").len(), 2);
     assert!(refused("brackets.md", "[1] a").contains("entry 1: expected an object at line 1"));
 }
@@ -133,7 +134,7 @@ fn a_file_without_a_prompt_is_refused() {
         ("none.txt", " \n\n"),
         ("none", ""),
     ] {
-        assert!(refused(name, content).contains("there is no prompt in it"), "{name}");
+        assert!(refused(name, content).contains("the file contains no prompt"), "{name}");
     }
 }
 
@@ -141,15 +142,19 @@ fn a_file_without_a_prompt_is_refused() {
 fn what_is_wrong_is_told_with_its_place() {
     let deep = format!("[{{\"prompt\": \"a\"}},\n{}", "[".repeat(1_000_000));
     let long = r#"{"prompt": "a", "output_len": 10000001}"#;
-    for (name, content, said) in [
+    for (name, content, expected) in [
         ("cut.json", "[{\"prompt\": \"a\"},\n {\"pro", "EOF while parsing a string at line 2 column 6"),
         ("after.json", "[{\"prompt\": \"a\"}]\n]", "trailing characters at line 2 column 1"),
         ("deep.json", deep.as_str(), "recursion limit exceeded at line 2"),
-        ("number.json", "[{\"prompt\": \"a\"},\n{\"prompt\": 5}]", "entry 2: prompt is not a text at line 2"),
+        (
+            "number.json",
+            "[{\"prompt\": \"a\"},\n{\"prompt\": 5}]",
+            "entry 2: prompt is not a string at line 2",
+        ),
         ("item.json", "[\n7]", "entry 1: expected an object at line 2"),
         ("cut.jsonl", "{\"prompt\": \"a\"}\n{\"prompt\"", "line 2, column 9: EOF while parsing an object"),
         ("list.jsonl", "{\"prompt\": \"a\"}\n\n[]", "line 3: expected an object"),
-        ("completion.jsonl", "{\"prompt\": \"a\", \"completion\": 1}", "line 1: completion is not a text"),
+        ("completion.jsonl", "{\"prompt\": \"a\", \"completion\": 1}", "line 1: completion is not a string"),
         (
             "negative.jsonl",
             "{\"prompt\": \"a\", \"output_len\": -1}",
@@ -170,7 +175,7 @@ fn what_is_wrong_is_told_with_its_place() {
         ("surrogate.jsonl", r#"{"prompt": "\ud800"}"#, "line 1, column 19:"),
     ] {
         let error = refused(name, content);
-        assert!(error.contains(said), "{name}: {error}");
+        assert!(error.contains(expected), "{name}: {error}");
     }
     assert!(refused("latin.txt", b"a\nsch\xf6n").contains("line 2: not UTF-8"));
     let missing = read(Path::new("/nowhere/to/be/found.json"), None).unwrap_err();

@@ -1,4 +1,4 @@
-//! What is asked for: prompts and output lengths, of whom, and which clients leave early or read slowly.
+//! The requests of a load: prompts, output lengths, models, keys, and which clients hang up or read slowly.
 //!
 //! Invariant: a request is a pure function of the load, its seed and the request's index.
 
@@ -16,67 +16,67 @@ use super::{
     trace::Entry,
 };
 
-/// Everything the requests of a run have in common.
+/// The definition of a load: the parameters that determine all its requests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Load {
-    /// Requests in all.
+    /// Number of requests.
     pub requests: usize,
     pub prompts: Prompts,
-    /// Tokens per prompt. Of no matter with [`Prompts::Texts`].
+    /// Tokens per prompt. Ignored with [`Prompts::Texts`].
     pub prompt: Length,
-    /// Tokens asked for per answer; `None` takes them from the texts or the trace, and where those tell none,
-    /// [`OUTPUT_LEN_FALLBACK`].
+    /// Output tokens per request; `None` uses the length of the trace or the text, or [`OUTPUT_LEN_FALLBACK`]
+    /// if they have none.
     pub output: Option<Length>,
-    /// Lengths by index, of a trace with at least one entry; an entry's lengths go before the two above. A trace
-    /// shorter than the run begins anew.
+    /// Lengths by request index, from a trace with at least one entry; they override `prompt` and `output`. A
+    /// trace shorter than the run is repeated.
     pub trace: Option<Arc<[Entry]>>,
-    /// Tokens (or words) at the beginning of each prompt that are the same for all of a group. A drawn prompt that
-    /// is shorter is cut; a text comes after them.
+    /// Length in tokens (or words) of the prefix shared by the prompts of a group. A random prompt that is
+    /// shorter consists of the start of the prefix; a text of a file is appended to the prefix.
     pub shared_prefix: u32,
-    /// How many such groups there are; at least 1.
+    /// Number of prefix groups; at least 1.
     pub prefix_groups: u32,
     pub temperature: f32,
     pub seed: u64,
-    /// Answers go on to their length past end-of-sequence tokens, where the server knows `ignore_eos`.
+    /// Whether to request the full output length, past end-of-sequence tokens, with `ignore_eos`.
     pub ignore_eos: bool,
-    /// Share of the clients that leave early, 0 to 1.
+    /// Fraction of clients that hang up early, 0 to 1.
     pub hangup_share: f64,
-    /// Tokens after which they leave; at least 1.
+    /// Number of tokens after which they hang up; at least 1.
     pub hangup_after: u32,
-    /// Share of the clients that read slowly, 0 to 1.
+    /// Fraction of clients that read slowly, 0 to 1.
     pub slow_share: f64,
-    /// Bytes per second that they read.
+    /// Read rate of slow clients in bytes per second.
     pub slow_rate: u32,
-    /// How many models requests are spread over; at least 1.
+    /// Number of models that requests are spread over; at least 1.
     pub models: usize,
-    /// How many keys; 0 sends none.
+    /// Number of API keys; with 0, none is sent.
     pub keys: usize,
 }
 
-/// One request, ready to be sent.
+/// One request of a load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// Its place in the run, from 0.
+    /// Index in the run, from 0.
     pub index: usize,
     pub prompt: Prompt,
-    /// Tokens of the prompt, as far as they are known beforehand.
+    /// Number of prompt tokens, as far as it is known in advance.
     pub prompt_len: u32,
-    /// Tokens asked for.
+    /// Number of output tokens to request.
     pub output_len: u32,
-    /// The client leaves when it has this many tokens; `None` stays to the end.
+    /// Number of tokens after which the client hangs up; `None` reads to the end.
     pub hang_up_after: Option<u32>,
-    /// Bytes per second that the client reads; `None` reads all that comes.
+    /// Read rate of the client in bytes per second; `None` is unlimited.
     pub read_rate: Option<u32>,
-    /// Which of the run's models it asks.
+    /// Index of the model among those of the run.
     pub model: usize,
-    /// Which of the run's keys it shows.
+    /// Index of the API key among those of the run.
     pub key: Option<usize>,
     pub temperature: f32,
     pub seed: u64,
     pub ignore_eos: bool,
 }
 
-/// What is sent as the prompt.
+/// The prompt of a request body.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Prompt {
@@ -84,20 +84,20 @@ pub enum Prompt {
     Text(String),
 }
 
-/// Which endpoint is asked.
+/// The endpoint that requests are sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// `/v1/completions`.
     Completions,
-    /// `/v1/chat/completions`, the prompt as one user's message. Prompts are texts.
+    /// `/v1/chat/completions`, with the prompt as one user message. Prompts must be texts.
     Chat,
 }
 
-/// Tokens asked for where neither the load nor the text nor the trace says how many.
+/// Output tokens requested if neither the load nor the text nor the trace gives a number.
 pub const OUTPUT_LEN_FALLBACK: u32 = 128;
 
 impl Load {
-    /// Fails when the load asks what cannot be, at this endpoint or at all.
+    /// Validates the load. Fails when a parameter is invalid, or invalid for this endpoint.
     pub fn check(&self, endpoint: Endpoint) -> anyhow::Result<()> {
         ensure!(self.requests > 0, "there must be at least one request");
         match &self.prompts {
@@ -105,7 +105,7 @@ impl Load {
                 ensure!(*vocab > 0, "prompts of token ids need a vocabulary of at least 1");
                 ensure!(
                     endpoint == Endpoint::Completions,
-                    "the chat endpoint takes texts: prompts of token ids need the completions endpoint"
+                    "the chat endpoint requires text prompts: prompts of token ids need the completions endpoint"
                 );
             }
             Prompts::Words => {}
@@ -120,21 +120,30 @@ impl Load {
             self.temperature.is_finite() && self.temperature >= 0.0,
             "the temperature must be at least 0"
         );
-        ensure!(self.models > 0, "there must be at least one model to ask");
+        ensure!(self.models > 0, "there must be at least one model");
         self.check_clients()
     }
 
     fn check_clients(&self) -> anyhow::Result<()> {
         let share = 0.0..=1.0;
-        ensure!(share.contains(&self.hangup_share), "the share of clients that leave must be from 0 to 1");
-        ensure!(self.hangup_share == 0.0 || self.hangup_after > 0, "clients leave after at least 1 token");
-        ensure!(share.contains(&self.slow_share), "the share of slow readers must be from 0 to 1");
-        ensure!(self.slow_share == 0.0 || self.slow_rate > 0, "slow readers read at least 1 byte per second");
+        ensure!(
+            share.contains(&self.hangup_share),
+            "the fraction of clients that hang up must be from 0 to 1"
+        );
+        ensure!(
+            self.hangup_share == 0.0 || self.hangup_after > 0,
+            "clients must receive at least 1 token before they hang up"
+        );
+        ensure!(share.contains(&self.slow_share), "the fraction of slow readers must be from 0 to 1");
+        ensure!(
+            self.slow_share == 0.0 || self.slow_rate > 0,
+            "slow readers must read at least 1 byte per second"
+        );
         Ok(())
     }
 
-    /// The request of this index. Each thing about it is drawn from a stream of its own, so that to change one
-    /// changes no other.
+    /// Generates the request of this index. Each property is sampled from its own stream, so that changing
+    /// one parameter does not affect the others.
     pub fn request(&self, index: usize) -> Request {
         let entry = self.trace.as_deref().map(|entries| entries[index % entries.len()]);
         let prompt_len = entry.and_then(|entry| entry.prompt_len);
@@ -171,13 +180,13 @@ impl Load {
         self.output.map(|output| output.draw(&mut self.draws(Purpose::OutputLength, index)))
     }
 
-    /// Whether this request is of those who are so large a share.
+    /// Returns whether this request belongs to a random fraction `share` of all.
     fn share(&self, share: f64, purpose: fn(u64) -> Purpose, index: usize) -> bool {
         self.draws(purpose, index).unit() < share
     }
 
-    /// One of `count`, at random: of a Poisson process that is divided so, each part is one again; taking turns
-    /// would make the parts more regular.
+    /// Picks one of `count` at random. A Poisson process split at random yields Poisson processes; a
+    /// round-robin split would make the parts more regular.
     fn one_of(&self, count: usize, purpose: fn(u64) -> Purpose, index: usize) -> usize {
         self.draws(purpose, index).between(0, (count - 1) as u32) as usize
     }
@@ -188,8 +197,8 @@ impl Load {
 }
 
 impl Request {
-    /// The JSON text of the request's body; the fields of `extra` go before ours: a field of the same name replaces
-    /// ours, and one that is null removes it. Needs a load that was checked for this endpoint.
+    /// Serializes the JSON body of the request. A field of `extra` replaces the standard field of the same
+    /// name; null removes it. The load must have been validated for this endpoint with [`LoadSpec::check`].
     pub fn body(&self, endpoint: Endpoint, model: &str, extra: &Map<String, Value>) -> String {
         Body { request: self, endpoint, model, extra }.json()
     }

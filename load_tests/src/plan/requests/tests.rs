@@ -1,6 +1,6 @@
-//! What requests are, and what they do not depend on.
+//! Tests of the properties of requests and of their independence.
 //!
-//! Invariant: loads here differ from the one below only in what the test is about.
+//! Invariant: the loads differ from the one below only in the parameters under test.
 
 use std::time::Duration;
 
@@ -100,15 +100,15 @@ fn prompts_share_their_prefix_within_a_group_and_with_no_other() {
         let mut rests: Vec<_> = parts.iter().map(|(_, rest)| rest).collect();
         rests.sort_unstable();
         rests.dedup();
-        assert_eq!(rests.len(), 300, "what follows the prefix is a request's own");
-        // Of two groups, not even the beginnings agree by more than chance.
+        assert_eq!(rests.len(), 300, "the rest after the prefix is unique to each request");
+        // The prefixes of two groups agree no more than by chance.
         prefixes.dedup();
         let agree = prefixes[0].iter().zip(prefixes[1]).filter(|(a, b)| a == b).count();
         assert!(agree < 5, "{agree}");
     }
 }
 
-/// The first tokens or words, and the others.
+/// Splits a prompt into its first `prefix` tokens or words and the rest.
 fn parts(request: &Request, prefix: usize) -> (Vec<String>, Vec<String>) {
     let all: Vec<String> = match &request.prompt {
         Prompt::Ids(ids) => ids.iter().map(u32::to_string).collect(),
@@ -162,12 +162,12 @@ fn an_output_length_comes_from_the_trace_then_the_load_then_the_text() {
         assert_eq!(
             own.prompt_len,
             of_file.request(index).prompt_len,
-            "a trace's length is of no matter to a text"
+            "the prompt length of a trace does not affect texts"
         );
     }
 }
 
-/// What it is about, the change, and how to take it back from a request.
+/// A description, a change of the load, and a function that undoes the effect on a request.
 type Change = (&'static str, fn(Load) -> Load, fn(Request) -> Request);
 
 #[test]
@@ -225,7 +225,7 @@ fn models_and_keys_are_evenly_spread_in_all_pairs() {
     let all = all(&Load { models: 3, keys: 2, requests: 6000, ..load() });
     let mut pairs = [0; 6];
     all.iter().for_each(|request| pairs[request.model * 2 + request.key.unwrap()] += 1);
-    // Four standard deviations of a sixth of 6000.
+    // Four standard deviations around a sixth of 6000.
     assert!(pairs.iter().all(|count| (884..1116).contains(count)), "{pairs:?}");
     assert!(
         all.windows(4).any(|four| four.iter().all(|request| request.model == four[0].model)),
@@ -238,7 +238,10 @@ fn models_and_keys_are_evenly_spread_in_all_pairs() {
 fn a_load_that_cannot_be_is_told_so() {
     let refused = |load: Load, endpoint| load.check(endpoint).err().map(|error| error.to_string());
     assert_eq!(refused(load(), Endpoint::Completions), None);
-    assert!(refused(load(), Endpoint::Chat).is_some_and(|said| said.contains("chat endpoint takes texts")));
+    assert!(
+        refused(load(), Endpoint::Chat)
+            .is_some_and(|error| error.contains("chat endpoint requires text prompts"))
+    );
     for prompts in [Prompts::Words, texts()] {
         assert_eq!(refused(Load { prompts, ..load() }, Endpoint::Chat), None);
     }

@@ -1,6 +1,6 @@
-//! Recorded arrivals: when requests came, and how long their prompts and answers were.
+//! Traces: recorded arrival times, prompt lengths and output lengths.
 //!
-//! The fields are known by their names, small letters or capitals; what is named otherwise is of no matter:
+//! Fields are identified by name, ignoring case; other fields are ignored:
 //!
 //! ```text
 //! time      timestamp (a date such as 2023-11-16 18:17:03.9799600, or seconds in CSV and milliseconds in JSON),
@@ -9,10 +9,10 @@
 //! answer    GeneratedTokens (Azure), Response tokens (BurstGPT), output_tokens, output_length (Mooncake)
 //! ```
 //!
-//! An answer of no tokens is a request that failed where the trace was taken; such entries are left out. A prompt
-//! of no tokens counts as one of 1.
+//! An answer of 0 tokens marks a request that failed when the trace was recorded; such entries are skipped. A
+//! prompt of 0 tokens counts as 1 token.
 //!
-//! Invariant: entries ascend, the first is due at once, and lengths are at least 1.
+//! Invariant: entries are sorted by due time, the first is due at once, and lengths are at least 1.
 
 mod row;
 
@@ -27,26 +27,27 @@ use row::{Clock, Field, Row};
 /// One request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Entry {
-    /// From the first request of the trace; ascending.
+    /// Due time since the first request of the trace; ascending.
     pub due: Duration,
-    /// Tokens, where the trace tells them.
+    /// Number of prompt tokens, if recorded.
     pub prompt_len: Option<u32>,
+    /// Number of output tokens, if recorded.
     pub output_len: Option<u32>,
 }
 
-/// Reads a trace: CSV with a header, or JSON lines. Its times are divided by `speed`. Errors name the file and the
-/// line.
+/// Reads a trace: CSV with a header, or JSON lines. Times are divided by `speed`. Errors name the file and
+/// the line.
 pub fn read(file: &Path, speed: f64) -> anyhow::Result<Vec<Entry>> {
     ensure!(speed.is_finite() && speed > 0.0, "the speed of a trace must be above 0, not {speed}");
     let rows = || rows(&read_text(file)?);
     Ok(entries(rows().with_context(|| file.display().to_string())?, speed))
 }
 
-/// The rows that were answered; at least one.
+/// Parses the rows that have an answer; fails when there is none.
 fn rows(content: &str) -> anyhow::Result<Vec<Row>> {
     let rows = if content.trim_start().starts_with('{') { json(content)? } else { csv(content)? };
     let rows: Vec<Row> = rows.into_iter().filter(|row| row.output != Some(0)).collect();
-    ensure!(!rows.is_empty(), "there is no request with an answer in it");
+    ensure!(!rows.is_empty(), "the trace contains no request with an answer");
     Ok(rows)
 }
 
@@ -68,7 +69,7 @@ fn csv(content: &str) -> anyhow::Result<Vec<Row>> {
     let fields: Vec<Option<Field>> = header.iter().map(|name| Field::named(name, Clock::Seconds)).collect();
     ensure!(
         fields.iter().flatten().any(|field| matches!(field, Field::Time(_))),
-        "line 1: no column is called timestamp, arrival_s or arrival_ms"
+        "line 1: no column is named timestamp, arrival_s or arrival_ms"
     );
     let mut rows = Vec::new();
     for record in reader.records() {
@@ -96,7 +97,7 @@ fn json_row(value: &Value) -> Result<Row, String> {
             Value::String(text) => text.clone(),
             Value::Number(number) => number.to_string(),
             Value::Null => continue,
-            _ => return Err(format!("{name} is neither a number nor a text")),
+            _ => return Err(format!("{name} is neither a number nor a string")),
         };
         known.push((field, name.as_str(), text));
     }

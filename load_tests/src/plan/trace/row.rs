@@ -1,4 +1,4 @@
-//! One line of a trace, from the texts of its fields.
+//! Parses one row of a trace from the texts of its fields.
 //!
 //! Invariant: a row has a time, and no length above `LENGTH_MAX`.
 
@@ -6,7 +6,7 @@ use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
 use crate::plan::lengths::LENGTH_MAX;
 
-/// What a field tells.
+/// The meaning of a field.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Field {
     Time(Clock),
@@ -14,28 +14,29 @@ pub(super) enum Field {
     Output,
 }
 
-/// What a bare number of a time counts.
+/// The unit of a time given as a bare number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Clock {
     Seconds,
     Milliseconds,
 }
 
-/// A request as it was recorded.
+/// A recorded request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
-    /// From any beginning that all rows share.
+    /// Arrival time in nanoseconds since an epoch common to all rows.
     pub nanos: i128,
-    /// Tokens.
+    /// Number of prompt tokens.
     pub prompt: Option<u32>,
+    /// Number of output tokens.
     pub output: Option<u32>,
 }
 
-/// Beyond any clock: 30,000 years.
+/// Upper bound of times: about 30,000 years.
 const SECONDS_MAX: f64 = 1e12;
 
 impl Field {
-    /// The field of this name, if it is one that matters; `timestamp` counts as the format does.
+    /// Returns the field of this name, if it is a known one; `timestamp` has the unit of the file format.
     pub fn named(name: &str, timestamp: Clock) -> Option<Self> {
         match name.trim().to_ascii_lowercase().as_str() {
             "timestamp" => Some(Field::Time(timestamp)),
@@ -49,7 +50,7 @@ impl Field {
 }
 
 impl Row {
-    /// A row of fields, each with its name and text; empty ones tell nothing.
+    /// Builds a row from fields with their names and texts; empty texts are ignored.
     pub fn of<'a>(fields: impl Iterator<Item = (Field, &'a str, &'a str)>) -> Result<Self, String> {
         let (mut nanos, mut prompt, mut output) = (None, None, None);
         for (field, name, text) in fields.filter(|(_, _, text)| !text.is_empty()) {
@@ -59,10 +60,10 @@ impl Row {
                 Field::Output => output.replace(tokens(name, text)?).is_some(),
             };
             if twice {
-                return Err(format!("{name} tells what another field has told"));
+                return Err(format!("{name} duplicates another field"));
             }
         }
-        Ok(Row { nanos: nanos.ok_or("there is no time")?, prompt, output })
+        Ok(Row { nanos: nanos.ok_or("the time is missing")?, prompt, output })
     }
 }
 
@@ -71,7 +72,7 @@ fn tokens(name: &str, text: &str) -> Result<u32, String> {
     tokens.ok_or_else(|| format!("{name} is '{text}', not a number of tokens up to {LENGTH_MAX}"))
 }
 
-/// Nanoseconds of a number on this clock, or of a date.
+/// Parses a number in the unit of `clock`, or a date, to nanoseconds.
 fn time(text: &str, clock: Clock) -> Result<i128, String> {
     let Ok(number) = text.parse::<f64>() else {
         return date(text).ok_or_else(|| format!("'{text}' is neither a number nor a date"));
@@ -81,12 +82,12 @@ fn time(text: &str, clock: Clock) -> Result<i128, String> {
         Clock::Milliseconds => 1e3,
     };
     if !(0.0..=SECONDS_MAX).contains(&(number / per_s)) {
-        return Err(format!("a time of {text} is not within 0 and {SECONDS_MAX} seconds"));
+        return Err(format!("the time {text} is not between 0 and {SECONDS_MAX} seconds"));
     }
     Ok((number * (1e9 / per_s)).round() as i128)
 }
 
-/// Nanoseconds of a date with an offset from UTC, or without one, as if it were UTC.
+/// Parses a date to nanoseconds since the Unix epoch; a date without an offset is taken as UTC.
 fn date(text: &str) -> Option<i128> {
     if let Ok(timestamp) = text.parse::<Timestamp>() {
         return Some(timestamp.as_nanosecond());

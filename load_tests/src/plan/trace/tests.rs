@@ -1,11 +1,11 @@
-//! Traces as their authors publish them, and files that are none.
+//! Tests with traces in their published formats, and with malformed files.
 //!
-//! Invariant: every file a test writes has a name of its own and is removed.
+//! Invariant: every file that a test writes has a unique name and is removed.
 
 use super::*;
 use crate::plan::files::Written;
 
-/// Seconds, prompt, answer.
+/// Due time in seconds, prompt length, output length.
 type Told = (f64, Option<u32>, Option<u32>);
 
 fn told_at(name: &str, content: &str, speed: f64) -> Vec<Told> {
@@ -43,7 +43,7 @@ fn the_traces_of_azure_have_dates_to_the_tenth_of_a_microsecond() {
         told("azure-2024.csv", of_2024),
         [(0.0, Some(2162), Some(5)), (0.007405, Some(2399), Some(6))]
     );
-    // Over the end of a February of 29 days.
+    // Across the end of February in a leap year.
     let leap = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-29 23:59:59,1,1\n2024-03-01 00:00:00,1,1\n";
     assert_eq!(told("azure-leap.csv", leap)[1].0, 1.0);
 }
@@ -55,7 +55,7 @@ fn of_burstgpt_those_that_failed_are_left_out() {
         45.5,ChatGPT,1087,0,1087,Conversation log\n\
         118,GPT-4,417,276,693,API log\n";
     assert_eq!(told("burst.csv", content), [(0.0, Some(472), Some(18)), (113.0, Some(417), Some(276))]);
-    // The first that remains is the one at once.
+    // The first remaining request is due at once.
     let first_failed = content.replace("472,18,", "472,0,");
     assert_eq!(told("burst-2.csv", &first_failed), [(0.0, Some(417), Some(276))]);
 }
@@ -82,7 +82,7 @@ fn generic_traces_are_sorted_and_may_lack_lengths() {
     let mixed =
         "\u{feff}{\"arrival_s\": \"2\", \"PROMPT_TOKENS\": 4, \"output_tokens\": null}\n{\"arrival_s\": 1}";
     assert_eq!(told("mixed.jsonl", mixed), [(0.0, None, None), (1.0, Some(4), None)]);
-    // Those that come at once stay in the file's order.
+    // Simultaneous requests keep the order of the file.
     let at_once = "arrival_s,prompt_tokens\n1,5\n1,4\n0,3\n1,2\n";
     assert_eq!(
         told("at-once.csv", at_once).iter().map(|told| told.1.unwrap()).collect::<Vec<_>>(),
@@ -93,28 +93,24 @@ fn generic_traces_are_sorted_and_may_lack_lengths() {
 #[test]
 fn what_is_wrong_is_told_with_its_place() {
     let deep = format!("{{\"timestamp\": 1}}\n{{\"hash_ids\": {}", "[".repeat(1_000_000));
-    for (name, content, said) in [
-        ("empty.csv", "", "line 1: no column is called timestamp"),
+    for (name, content, expected) in [
+        ("empty.csv", "", "line 1: no column is named timestamp"),
         ("header.csv", "timestamp,prompt_tokens\n", "no request with an answer"),
         (
             "no-time.csv",
             "time,prompt_tokens\n1,2\n",
-            "line 1: no column is called timestamp, arrival_s or arrival_ms",
+            "line 1: no column is named timestamp, arrival_s or arrival_ms",
         ),
         ("failed.csv", "timestamp,output_tokens\n1,0\n", "no request with an answer"),
         ("ragged.csv", "timestamp,prompt_tokens\n1,2\n3\n", "line: 3"),
         ("word.csv", "timestamp\n1\nsoon\n", "line 3: 'soon' is neither a number nor a date"),
         ("day.csv", "timestamp\n2023-02-30 00:00:00\n", "line 2: '2023-02-30 00:00:00' is neither"),
-        ("nan.csv", "timestamp\nNaN\n", "line 2: a time of NaN is not within 0 and"),
-        ("inf.csv", "timestamp\ninf\n", "line 2: a time of inf is not within"),
-        ("huge.csv", "timestamp\n1e300\n", "line 2: a time of 1e300 is not within"),
-        ("past.csv", "timestamp\n1\n-0.5\n", "line 3: a time of -0.5 is not within"),
-        ("no-value.csv", "timestamp,prompt_tokens\n,5\n", "line 2: there is no time"),
-        (
-            "twice.csv",
-            "timestamp,arrival_ms\n1,1000\n",
-            "line 2: arrival_ms tells what another field has told",
-        ),
+        ("nan.csv", "timestamp\nNaN\n", "line 2: the time NaN is not between 0 and"),
+        ("inf.csv", "timestamp\ninf\n", "line 2: the time inf is not between"),
+        ("huge.csv", "timestamp\n1e300\n", "line 2: the time 1e300 is not between"),
+        ("past.csv", "timestamp\n1\n-0.5\n", "line 3: the time -0.5 is not between"),
+        ("no-value.csv", "timestamp,prompt_tokens\n,5\n", "line 2: the time is missing"),
+        ("twice.csv", "timestamp,arrival_ms\n1,1000\n", "line 2: arrival_ms duplicates another field"),
         (
             "tokens.csv",
             "timestamp,prompt_tokens\n1,-4\n",
@@ -125,14 +121,14 @@ fn what_is_wrong_is_told_with_its_place() {
         ("overflow.csv", "timestamp,output_length\n1,99999999999999999999\n", "line 2: output_length"),
         ("cut.jsonl", "{\"timestamp\": 1}\n{\"timesta", "line 2, column 9: EOF"),
         ("list.jsonl", "{\"timestamp\": 1}\n[1]", "line 2: expected an object"),
-        ("kind.jsonl", "{\"timestamp\": [1]}", "line 1: timestamp is neither a number nor a text"),
+        ("kind.jsonl", "{\"timestamp\": [1]}", "line 1: timestamp is neither a number nor a string"),
         ("bool.jsonl", "{\"timestamp\": 1, \"input_length\": true}", "line 1: input_length is neither"),
-        ("no-time.jsonl", "{\"timestamp\": 1}\n{\"input_length\": 1}", "line 2: there is no time"),
-        ("negative.jsonl", "{\"timestamp\": -1}", "line 1: a time of -1 is not within"),
+        ("no-time.jsonl", "{\"timestamp\": 1}\n{\"input_length\": 1}", "line 2: the time is missing"),
+        ("negative.jsonl", "{\"timestamp\": -1}", "line 1: the time -1 is not between"),
         ("deep.jsonl", deep.as_str(), "line 2, column 140: recursion limit exceeded"),
     ] {
         let error = refused(name, content);
-        assert!(error.contains(said), "{name}: {error}");
+        assert!(error.contains(expected), "{name}: {error}");
     }
     let missing = read(Path::new("/nowhere/to/be/found.csv"), 1.0).unwrap_err();
     assert!(format!("{missing:#}").starts_with("/nowhere/to/be/found.csv: cannot be opened"));
@@ -145,7 +141,7 @@ fn a_speed_that_is_none_is_refused() {
         let error = read(trace.path(), speed).unwrap_err().to_string();
         assert!(error.contains("speed of a trace must be above 0"), "{error}");
     }
-    // So slow that the second request is due at the end of time, not before the first.
+    // At extremely low speed the due time saturates instead of wrapping around.
     let entries = read(trace.path(), 1e-300).unwrap();
     assert!(entries[1].due > Duration::from_secs(1 << 33));
 }

@@ -1,6 +1,6 @@
-//! The few things that every part of the page is made of.
+//! The building blocks of the HTML report.
 //!
-//! Invariant: all values are plain texts; the templates escape them, and nothing here is markup.
+//! Invariant: all values are plain text that the templates escape; none is markup.
 
 use serde::Serialize;
 
@@ -8,33 +8,33 @@ use crate::report::plots::{self, Plot};
 
 use super::numbers::ABSENT;
 
-/// A piece of a part, in the order in which they are shown.
+/// A block of a section. Blocks are shown in order.
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "kind", content = "is", rename_all = "lowercase")]
 pub enum Block {
     Text(String),
-    /// Names and what they are.
+    /// Names and their values.
     Facts(Vec<(&'static str, String)>),
-    /// What a reader must know to read the figures right.
+    /// A note that affects the interpretation of the results.
     Note(String),
     Cards(Vec<Card>),
     Table(Table),
     Plots(Vec<Plot>),
 }
 
-/// A key figure.
+/// A key metric.
 #[derive(Clone, Debug, Serialize)]
 pub struct Card {
     pub name: &'static str,
     pub value: String,
     pub unit: String,
-    /// What goes with it, in small print.
+    /// A detail in small print.
     pub beside: String,
-    /// `alarm`, or empty.
+    /// CSS class: `alarm`, or empty.
     pub class: &'static str,
 }
 
-/// A table of texts; the first cell of a row names it.
+/// A table of texts; the first cell of a row is its header.
 #[derive(Clone, Debug, Serialize)]
 pub struct Table {
     pub caption: String,
@@ -42,27 +42,29 @@ pub struct Table {
     pub rows: Vec<Row>,
 }
 
+/// A column of a [`Table`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Column {
     pub name: String,
-    /// `figures` are set to the right, `short` texts are not broken, `long` ones are.
+    /// CSS class: `figures` are right-aligned, `short` texts do not wrap, `long` texts do.
     pub class: &'static str,
 }
 
+/// A row of a [`Table`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// Classes of the row's curve; empty for none.
+    /// CSS classes of the row's curve; empty for none.
     pub key: String,
     pub cells: Vec<String>,
 }
 
-/// A text, if there is one.
+/// Returns a text block, or `None` if the text is blank.
 pub fn text(text: &str) -> Option<Block> {
     (!text.trim().is_empty()).then(|| Block::Text(text.trim().into()))
 }
 
 impl Table {
-    /// Short rows are filled up.
+    /// Creates a table; short rows are padded with empty cells.
     pub fn new(
         caption: &str,
         columns: impl IntoIterator<Item = impl Into<String>>,
@@ -81,7 +83,7 @@ impl Table {
         Self { caption: caption.into(), rows: rows.into_iter().map(filled).collect(), columns }
     }
 
-    /// Gives each row the look of a curve, by the curve's index.
+    /// Marks each row with the style of the curve of this index.
     pub fn keyed(mut self, curves: impl IntoIterator<Item = usize>) -> Self {
         for (row, curve) in self.rows.iter_mut().zip(curves) {
             row.key = plots::key(curve);
@@ -90,7 +92,7 @@ impl Table {
     }
 }
 
-/// Texts up to this many characters are not broken.
+/// Maximum number of characters of a text that does not wrap.
 const SHORT: usize = 32;
 
 fn class(rows: &[Vec<String>], column: usize) -> &'static str {

@@ -1,6 +1,7 @@
-//! The key figures of a run.
+//! The key metrics of a run.
 //!
-//! Invariant: what was not measured has a card that says so; what was not asked for has none.
+//! Invariant: a metric that was not measured has a card that says so; a metric that was not requested has
+//! none.
 
 use super::{
     block::Card,
@@ -9,13 +10,14 @@ use super::{
 };
 use crate::report::{Distribution, Goodput, RunReport};
 
+/// Returns the cards of a run.
 pub fn cards(run: &RunReport) -> Vec<Card> {
     let [throughput, requests] = throughput(run);
     let [in_flight, overlap] = concurrency(run);
     let latencies = &run.latencies;
     let latencies = [
         latency("Time to first token", latencies.ttft.as_ref()),
-        latency("Between tokens", latencies.itl.as_ref()),
+        latency("Inter-token latency", latencies.itl.as_ref()),
         latency("End to end", latencies.e2el.as_ref()),
     ];
     let first = [completed(run), throughput, requests].into_iter().chain(latencies);
@@ -32,8 +34,8 @@ fn completed(run: &RunReport) -> Card {
 }
 
 fn throughput(run: &RunReport) -> [Card; 2] {
-    let peak = format!("{} at most in a second", count(run.peak_output_tokens_per_s));
-    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} asked for", chosen(rate)));
+    let peak = format!("peak {} per second", count(run.peak_output_tokens_per_s));
+    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} planned", chosen(rate)));
     [
         card("Output", figure(run.output_throughput), "tok/s", peak),
         card("Requests", figure(run.request_throughput), "req/s", asked),
@@ -50,15 +52,15 @@ fn latency(name: &'static str, distribution: Option<&Distribution>) -> Card {
 }
 
 fn concurrency(run: &RunReport) -> [Card; 2] {
-    let peak = format!("{} at most", count(run.peak_concurrency));
-    let of_all = "of all requests in flight, on the mean";
+    let peak = format!("peak {}", count(run.peak_concurrency));
+    let of_all = "average fraction of requests in flight";
     [
-        card("In flight", figure(run.mean_concurrency), "on the mean", peak),
+        card("In flight", figure(run.mean_concurrency), "on average", peak),
         card("Overlap", percent(run.overlap), "", of_all.into()),
     ]
 }
 
 fn goodput(good: &Goodput) -> Card {
-    let kept = format!("{} ({}) kept {}", count(good.good), percent(good.share), words::limits(good));
+    let kept = format!("{} ({}) within {}", count(good.good), percent(good.share), words::limits(good));
     card("Goodput", figure(good.throughput), "req/s", kept)
 }

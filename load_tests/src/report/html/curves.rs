@@ -1,11 +1,12 @@
-//! The curves of runs, and the axes they are drawn in.
+//! The curves of runs, and their axes.
 //!
-//! Invariant: curves come in the order of the runs, also those without points, so that a run keeps its colour.
+//! Invariant: curves are in the order of the runs, including those without points, so that a run keeps its
+//! colour.
 
 use super::{Axis, Curve, Form, Scale};
 use crate::report::{Distribution, RunReport};
 
-/// Values that differ by more than this factor are shown on a log axis.
+/// Ratio of the largest to the smallest value above which an axis is logarithmic.
 const LOG_FROM: f64 = 30.0;
 
 pub fn axis(label: impl Into<String>, scale: Scale) -> Axis {
@@ -20,7 +21,8 @@ pub fn percentile() -> Axis {
     axis("percentile", Scale::Percentile)
 }
 
-/// An axis whose scale suits the curves: log when the largest value is far from the smallest above zero.
+/// Returns an axis with a suitable scale: logarithmic if the values above zero span a ratio of more than
+/// [`LOG_RATIO_MIN`].
 pub fn fitted(label: &str, curves: &[Curve]) -> Axis {
     let values = || curves.iter().flat_map(|curve| &curve.points).map(|point| point.1);
     let (low, high) = values()
@@ -29,27 +31,29 @@ pub fn fitted(label: &str, curves: &[Curve]) -> Axis {
     axis(label, if high / low > LOG_FROM { Scale::Log } else { Scale::Linear })
 }
 
-/// Share of the output tokens that had come, in percent.
+/// Returns the percentage of output tokens received over time.
 pub fn progress(run: &RunReport) -> Curve {
     let points = run.series.progress.iter().map(|&(at, share)| (at, share * 100.0)).collect();
     Curve { label: run.label.clone(), points, form: Form::Line }
 }
 
+/// Returns the number of requests in flight over time.
 pub fn in_flight(run: &RunReport) -> Curve {
     Curve { label: run.label.clone(), points: run.series.in_flight.clone(), form: Form::Steps }
 }
 
+/// Returns the output tokens per second over time.
 pub fn output_throughput(run: &RunReport) -> Curve {
     Curve { label: run.label.clone(), points: run.series.output_throughput.clone(), form: Form::Line }
 }
 
-/// A dashed line at `value`.
+/// Returns a dashed horizontal line at `value`.
 pub fn level(label: &str, value: f64, x: (f64, f64)) -> Curve {
     Curve { label: label.into(), points: vec![(x.0, value), (x.1, value)], form: Form::Reference }
 }
 
-/// The value at each percentile, as steps: the inverse of the distribution function. It ends at the middle of the last
-/// rank, short of the 100th percentile, where no such axis ends.
+/// Returns the value at each percentile as steps, the inverse of the distribution function. The curve ends at
+/// the middle of the last rank, because the percentile axis cannot reach 100.
 pub fn percentiles(label: &str, distribution: Option<&Distribution>) -> Curve {
     let points = distribution.map_or(Vec::new(), |distribution| {
         let occupied = distribution.histogram.iter().filter(|&&(_, count)| count > 0);
@@ -58,7 +62,7 @@ pub fn percentiles(label: &str, distribution: Option<&Distribution>) -> Curve {
         let mut below = 0;
         let mut points = Vec::new();
         for &(upper_end, count) in occupied {
-            // The end of the last bucket lies beyond the largest value.
+            // The upper bound of the last bucket exceeds the largest value.
             points.push((percent(below as f64), upper_end.min(distribution.stats.max)));
             below += count;
         }
@@ -76,7 +80,7 @@ mod tests {
 
     #[test]
     fn percentile_curves_give_back_each_value_at_its_rank() {
-        // Buckets of one to seven values each, and one without any.
+        // Buckets of one to seven values each, and an empty one.
         let mut histogram: Vec<_> = (1..=200u64).map(|n| (n as f64 * 1.5, n * 5 % 7 + 1)).collect();
         histogram.insert(77, (116.0, 0));
         let values: Vec<f64> =

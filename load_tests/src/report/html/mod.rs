@@ -1,6 +1,6 @@
-//! Reports as one page of HTML that needs nothing beside it: no script, no font, no picture from elsewhere.
+//! Renders reports as a single self-contained HTML page, without scripts and external fonts or images.
 //!
-//! Invariant: texts of servers and files reach the page through the templates' escaping alone; none is markup.
+//! Invariant: texts from servers and files are always escaped by the templates and never used as markup.
 
 mod run;
 mod runs;
@@ -24,18 +24,19 @@ use serde::Serialize;
 use super::{RunReport, plots};
 use block::{Block, Table};
 
-/// A part of a page.
+/// A section of the page.
 #[derive(Clone, Debug)]
 pub enum Section {
-    /// One run, with its figures and its pictures.
+    /// One run, with its metrics and plots.
     Run(Box<RunReport>),
-    /// Runs side by side: a table, and their curves in the same axes.
+    /// A comparison of runs: a table, and their curves in shared axes.
     Runs { title: String, text: String, runs: Vec<RunReport> },
-    /// Runs at rising load: throughput and latency against `x`, one curve per label. The knee is told in `text`.
+    /// Runs at increasing load: throughput and latency against `x`, one curve per label. `text` describes the
+    /// knee.
     Sweep { title: String, text: String, x_label: String, points: Vec<SweepPoint> },
-    /// A table of figures; the first column names the row.
+    /// A table of values; the first column names the row.
     Table { title: String, text: String, columns: Vec<String>, rows: Vec<Vec<String>> },
-    /// Curves.
+    /// A plot of curves.
     Plot { title: String, text: String, x: Axis, y: Axis, curves: Vec<Curve> },
 }
 
@@ -47,61 +48,65 @@ pub struct SweepPoint {
     pub run: RunReport,
 }
 
+/// An axis of a plot.
 #[derive(Clone, Debug)]
 pub struct Axis {
     pub label: String,
     pub scale: Scale,
 }
 
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     Linear,
-    /// Values at or below zero lie on the axis's lower end, which says so.
+    /// Logarithmic; values at or below zero are placed at the lower end, which is labelled accordingly.
     Log,
-    /// Percent of all values, 0 to 100, stretched towards 100: 90, 99 and 99.9 are equally far apart.
+    /// Percentiles from 0 to 100, stretched towards 100: 90, 99 and 99.9 are equally spaced.
     Percentile,
 }
 
+/// A curve of a plot.
 #[derive(Clone, Debug)]
 pub struct Curve {
     pub label: String,
     pub points: Vec<(f64, f64)>,
-    /// Points are joined as steps, by straight lines, or not at all.
+    /// How the points are connected.
     pub form: Form,
 }
 
+/// How a curve is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     Steps,
     Line,
     LineAndPoints,
     Points,
-    /// Dashed: figures of a paper beside ours.
+    /// A dashed line, for reference values such as those of a paper.
     Reference,
 }
 
-/// What the template makes the page of.
+/// The input of the page template.
 #[derive(Serialize)]
 struct Page<'a> {
     title: &'a str,
     parts: Vec<Part<'a>>,
-    /// Whether the page must say what the figures of a run mean.
+    /// Whether the page includes explanations of the metrics of a run.
     of_runs: bool,
 }
 
-/// A section as blocks.
+/// A section laid out as blocks.
 #[derive(Serialize)]
 struct Part<'a> {
     title: &'a str,
     blocks: Vec<Block>,
 }
 
-/// The page.
+/// Renders the page.
 pub fn page(title: &str, sections: &[Section]) -> String {
     let of_runs = sections.iter().any(is_of_runs);
     let page = Page { title, parts: sections.iter().map(part).collect(), of_runs };
     let rendered = templates().and_then(|templates| templates.get_template("page.html")?.render(Serde(page)));
-    rendered.expect("the page's own templates render; this is a bug")
+    rendered.expect("the built-in templates are valid")
 }
 
 fn is_of_runs(section: &Section) -> bool {
@@ -110,7 +115,7 @@ fn is_of_runs(section: &Section) -> bool {
 
 fn templates() -> Result<Environment<'static>, Error> {
     let mut templates = Environment::new();
-    // Lines of the templates that only steer leave no empty lines on the page.
+    // Template lines with only control tags leave no empty lines on the page.
     templates.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     templates.set_auto_escape_callback(|_| AutoEscape::Html);
     templates.set_formatter(write_clean);
@@ -121,7 +126,7 @@ fn templates() -> Result<Environment<'static>, Error> {
     Ok(templates)
 }
 
-/// Characters that no page may have, escaped or not, become the sign for such.
+/// Formats a value with escaping, after replacing characters that are invalid in HTML with U+FFFD.
 fn write_clean(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let is_foul = |c: char| c.is_control() && c != '\n' && c != '\t' || matches!(c, '\u{fffe}' | '\u{ffff}');
     match value.as_str() {

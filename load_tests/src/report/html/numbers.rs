@@ -1,11 +1,11 @@
-//! Numbers as the page writes them.
+//! Number formatting for the HTML report.
 //!
-//! Invariant: what is not a number is never written as one.
+//! Invariant: NaN and infinities are never shown as numbers.
 
-/// Stands where there is no figure.
+/// Placeholder for a missing value.
 pub const ABSENT: &str = "–";
 
-/// A figure in three digits or more.
+/// Formats a measured value with at least three significant digits.
 pub fn figure(value: f64) -> String {
     let decimals = match value.abs() {
         size if !size.is_finite() => return ABSENT.into(),
@@ -20,7 +20,7 @@ pub fn figure(value: f64) -> String {
     grouped(&format!("{value:.decimals$}"))
 }
 
-/// A number that somebody chose, in the digits that it has.
+/// Formats a configured value with all its digits.
 pub fn chosen(value: f64) -> String {
     match value.abs() {
         1e-6..1e15 => grouped(&((value * 1e6).round() / 1e6).to_string()),
@@ -28,22 +28,22 @@ pub fn chosen(value: f64) -> String {
     }
 }
 
-/// `1 request`, `2 requests`.
+/// Formats a number of requests: `1 request`, `2 requests`.
 pub fn of_requests(number: usize) -> String {
     format!("{} request{}", count(number), if number == 1 { "" } else { "s" })
 }
 
-/// A figure that may be absent.
+/// Formats a value that may be missing.
 pub fn maybe(value: Option<f64>) -> String {
     value.map_or(ABSENT.into(), figure)
 }
 
-/// A number of things.
+/// Formats a count.
 pub fn count(value: impl TryInto<u64>) -> String {
     value.try_into().map_or(ABSENT.into(), |value: u64| grouped(&value.to_string()))
 }
 
-/// A share of 0 to 1.
+/// Formats a fraction from 0 to 1 as a percentage.
 pub fn percent(share: f64) -> String {
     match share.is_finite() {
         true => format!("{:.1} %", share * 100.0),
@@ -51,7 +51,7 @@ pub fn percent(share: f64) -> String {
     }
 }
 
-/// `YYYYMMDD-HHMMSS` as people write it; another text as it is.
+/// Formats `YYYYMMDD-HHMMSS` as a readable date; any other text is returned unchanged.
 pub fn date(text: &str) -> String {
     let digits: Vec<char> = text.chars().filter(char::is_ascii_digit).collect();
     let shape: String = text.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
@@ -63,7 +63,7 @@ pub fn date(text: &str) -> String {
     format!("{year}-{month}-{day} {}:{}:{} UTC", part(8, 10), part(10, 12), part(12, 14))
 }
 
-/// `1234567.8` to `1,234,567.8`.
+/// Inserts thousands separators: `1234567.8` becomes `1,234,567.8`.
 fn grouped(number: &str) -> String {
     let (whole, fraction) = number.find('.').map_or((number, ""), |dot| number.split_at(dot));
     let (sign, digits) = whole.strip_prefix('-').map_or(("", whole), |digits| ("-", digits));

@@ -1,6 +1,6 @@
-//! The pictures of a run.
+//! The plots of a run.
 //!
-//! Invariant: every picture has something to see; what was not measured has none.
+//! Invariant: empty plots are omitted.
 
 use super::{Curve, Scale, curves, numbers::chosen};
 use crate::report::{
@@ -8,12 +8,13 @@ use crate::report::{
     plots::{self, Plot},
 };
 
+/// Returns the plots of a run that are not empty.
 pub fn pictures(run: &RunReport) -> Vec<Plot> {
     let latencies = &run.latencies;
     let distributions = [
         percentiles("Time to first token", "ttft", latencies.ttft.as_ref(), run),
-        percentiles("Between tokens", "itl", latencies.itl.as_ref(), run),
-        percentiles("End to end", "e2el", latencies.e2el.as_ref(), run),
+        percentiles("Inter-token latency", "itl", latencies.itl.as_ref(), run),
+        percentiles("End-to-end latency", "e2el", latencies.e2el.as_ref(), run),
     ];
     let progress = vec![Curve { label: String::new(), ..curves::progress(run) }];
     let pictures = [
@@ -36,13 +37,13 @@ fn in_flight(run: &RunReport) -> Vec<Curve> {
     with_mean(Curve { label: "in flight".into(), ..curves::in_flight(run) }, run.mean_concurrency, run)
 }
 
-/// A mean of nothing is not shown.
+/// Adds a line at the mean, unless the curve is empty.
 fn with_mean(curve: Curve, mean: f64, run: &RunReport) -> Vec<Curve> {
     let mean = (!curve.points.is_empty()).then(|| curves::level("mean", mean, (0.0, run.duration_s)));
     [curve].into_iter().chain(mean).collect()
 }
 
-/// With the limit that the measure had to keep, if there was one.
+/// Returns a percentile plot, with a line at the goodput limit of the measure if there is one.
 fn percentiles(title: &str, measure: &str, distribution: Option<&Distribution>, run: &RunReport) -> Plot {
     let values = curves::percentiles("", distribution);
     let limit = run.goodput.as_ref().and_then(|good| good.limits_ms.get(measure));

@@ -1,6 +1,6 @@
-//! One run: what was asked for, the key figures, what to beware of, pictures, and the figures in full.
+//! The section of one run: the plan, key metrics, notes, plots, and full tables.
 //!
-//! Invariant: a measure without values is shown as absent, never as zero.
+//! Invariant: a measure without values is shown as missing, never as zero.
 
 use super::{
     block::{Block, Table},
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::report::{Distribution, Failures, ModelReport, RunReport, ServerRow};
 
-/// All of a run's blocks.
+/// Returns all blocks of a run.
 pub fn blocks(run: &RunReport) -> Vec<Block> {
     let notes = words::notes(run).into_iter().map(Block::Note);
     let whole = [latencies(run), counts(run)];
@@ -29,10 +29,10 @@ fn latencies(run: &RunReport) -> Table {
     let of = &run.latencies;
     let rows = [
         ("Time to first token (TTFT)", &of.ttft),
-        ("Time per later token (TPOT)", &of.tpot),
-        ("Between tokens (ITL)", &of.itl),
-        ("End to end (E2EL)", &of.e2el),
-        ("Sent late by", &of.lateness),
+        ("Time per output token (TPOT)", &of.tpot),
+        ("Inter-token latency (ITL)", &of.itl),
+        ("End-to-end latency (E2EL)", &of.e2el),
+        ("Send delay", &of.lateness),
     ];
     let row = |(name, distribution): (&str, &Option<Distribution>)| {
         let figures = match distribution {
@@ -47,7 +47,8 @@ fn latencies(run: &RunReport) -> Table {
 
 fn counts(run: &RunReport) -> Table {
     let counts = &run.counts;
-    let columns = ["planned", "sent", "completed", "hung up", "failed", "unsent", "short answers", "retries"];
+    let columns =
+        ["planned", "sent", "completed", "hung up", "failed", "unsent", "short responses", "retries"];
     let row = [
         count(counts.planned),
         count(counts.sent),
@@ -67,7 +68,7 @@ fn failures(run: &RunReport) -> Option<Table> {
         vec![kind.clone(), count(failures.count), failures.first.clone()]
     };
     let rows: Vec<_> = run.counts.failures.iter().map(row).collect();
-    (!rows.is_empty()).then(|| Table::new("Failures", ["kind", "requests", "the first said"], rows))
+    (!rows.is_empty()).then(|| Table::new("Failures", ["kind", "requests", "first message"], rows))
 }
 
 fn models(run: &RunReport) -> Option<Table> {
@@ -95,6 +96,6 @@ fn server(run: &RunReport) -> Option<Table> {
         .into_iter()
         .filter_map(|(name, value)| Some(vec![name.to_string(), String::new(), value?, ABSENT.to_string()]));
     let rows: Vec<_> = server.rows.iter().map(row).chain(more).collect();
-    let columns = ["", "unit", "the server says", "this client saw"];
-    (!rows.is_empty()).then(|| Table::new("The server's own account", columns, rows))
+    let columns = ["", "unit", "server", "client"];
+    (!rows.is_empty()).then(|| Table::new("Server metrics", columns, rows))
 }

@@ -1,6 +1,6 @@
-//! Runs side by side.
+//! The section that compares runs.
 //!
-//! Invariant: a run has one colour, in the table and in every picture.
+//! Invariant: a run has the same colour in the table and in every plot.
 
 use super::{
     Curve, Scale,
@@ -14,7 +14,7 @@ use crate::report::{
     plots::{self, Plot},
 };
 
-/// Runs in one table and in the same axes.
+/// Returns a table of the runs, and plots with their curves in shared axes.
 pub fn blocks(about: &str, runs: &[RunReport]) -> Vec<Block> {
     if runs.is_empty() {
         return text(about).into_iter().chain(text("There are no runs to compare.")).collect();
@@ -46,6 +46,6 @@ fn overlaid(runs: &[RunReport]) -> Vec<Plot> {
         over_time("Progress", "% of output tokens", curves::progress),
         over_time("Requests in flight", "requests", curves::in_flight),
         percentiles("Time to first token", TTFT),
-        percentiles("Between tokens", ITL),
+        percentiles("Inter-token latency", ITL),
     ]
 }

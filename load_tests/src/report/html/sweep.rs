@@ -1,6 +1,6 @@
-//! Runs at rising load.
+//! The section of a sweep: runs at increasing load.
 //!
-//! Invariant: a step in which nothing was measured is a gap in its curve.
+//! Invariant: a step without measurements is a gap in its curve.
 
 use super::{
     Axis, Curve, Form, Scale, SweepPoint,
@@ -17,13 +17,13 @@ use crate::{
     },
 };
 
-/// The value of a step.
+/// Computes the plotted value of a step.
 type Value = dyn Fn(&RunReport) -> Option<f64>;
 
-/// Steps of one label.
+/// A label and its steps.
 type Group<'a> = (&'a str, Vec<&'a SweepPoint>);
 
-/// Runs at rising load: pictures and a table of the steps.
+/// Returns the plots and the table of the steps.
 pub fn blocks(about: &str, x_label: &str, points: &[SweepPoint]) -> Vec<Block> {
     if points.is_empty() {
         return text(about).into_iter().chain(text("The sweep has no steps.")).collect();
@@ -34,7 +34,7 @@ pub fn blocks(about: &str, x_label: &str, points: &[SweepPoint]) -> Vec<Block> {
     text(about).into_iter().chain([pictures, table]).collect()
 }
 
-/// The points of each label by rising x; labels in the order of their first points.
+/// Groups points by label and sorts each group by x; groups are in order of first appearance.
 fn by_label(points: &[SweepPoint]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for point in points {
@@ -62,7 +62,7 @@ fn against_load(x_label: &str, points: &[SweepPoint], groups: &[Group]) -> Vec<P
         plots::plot("Requests completed", &x, &curves::axis("requests per second", scale), &achieved),
         plots::plot("Output throughput", &x, &curves::axis("tokens per second", scale), &output),
     ];
-    for (title, of) in [("Time to first token", TTFT), ("Between tokens", ITL)] {
+    for (title, of) in [("Time to first token", TTFT), ("Inter-token latency", ITL)] {
         let quantile =
             |get: fn(&Stats) -> f64| each(&move |run| of(run).map(|measured| get(&measured.stats)));
         let both = [("p50", quantile(|stats| stats.median)), ("p99", quantile(|stats| stats.p99))];
@@ -71,7 +71,7 @@ fn against_load(x_label: &str, points: &[SweepPoint], groups: &[Group]) -> Vec<P
     pictures
 }
 
-/// One picture of both for a single label; a picture of each where there are curves to tell apart.
+/// Returns one plot with both quantiles for a single label, or one plot per quantile for several labels.
 fn latency(title: &str, x: &Axis, quantiles: [(&str, Vec<Curve>); 2]) -> Vec<Plot> {
     let picture =
         |title: String, curves: &[Curve]| plots::plot(title, x, &curves::fitted("ms", curves), curves);
@@ -84,21 +84,21 @@ fn latency(title: &str, x: &Axis, quantiles: [(&str, Vec<Curve>); 2]) -> Vec<Plo
     vec![picture(title.into(), &quantiles.map(named).concat())]
 }
 
-/// What is absent is a gap in the curve.
+/// Returns the curve of a group; a missing value is a gap.
 fn curve(label: &str, group: &[&SweepPoint], value: &Value) -> Curve {
     let points = group.iter().map(|point| (point.x, value(&point.run).unwrap_or(f64::NAN))).collect();
     Curve { label: label.into(), points, form: Form::LineAndPoints }
 }
 
-/// The line of a server that completes what it is asked.
+/// Returns the reference line of a server that completes requests at the offered rate.
 fn as_asked(points: &[SweepPoint]) -> Curve {
     let mut xs: Vec<_> = points.iter().map(|point| point.x).collect();
     xs.sort_by(f64::total_cmp);
     let points = xs.first().into_iter().chain(xs.last()).map(|&x| (x, x)).collect();
-    Curve { label: "as asked".into(), points, form: Form::Reference }
+    Curve { label: "offered load".into(), points, form: Form::Reference }
 }
 
-/// Whether the loads are nearer to equal ratios than to equal differences.
+/// Returns whether the loads are closer to a geometric than to an arithmetic progression.
 fn is_geometric(points: &[SweepPoint]) -> bool {
     let mut xs: Vec<_> = points.iter().map(|point| point.x).collect();
     xs.sort_by(f64::total_cmp);
@@ -115,7 +115,7 @@ fn is_geometric(points: &[SweepPoint]) -> bool {
 fn steps(x_label: &str, groups: &[Group]) -> Table {
     let several = groups.len() > 1;
     let first = [x_label].into_iter().chain(several.then_some("run"));
-    let names = first.chain(columns::OUTCOME).chain(columns::LATENCIES).chain(["in flight at most"]);
+    let names = first.chain(columns::OUTCOME).chain(columns::LATENCIES).chain(["peak in flight"]);
     let row = |point: &&SweepPoint| {
         let first = [chosen(point.x)].into_iter().chain(several.then(|| point.run.label.clone()));
         let figures = columns::outcome(&point.run).chain(columns::latencies(&point.run));
@@ -160,8 +160,9 @@ mod tests {
     #[test]
     fn the_line_of_what_was_asked_for_is_there_for_rates_only() {
         let mut points = points("a", &[1.0, 2.0, 4.0]);
-        let asked =
-            |points: &[SweepPoint]| pictures(points)[0].curves.iter().any(|curve| curve.label == "as asked");
+        let asked = |points: &[SweepPoint]| {
+            pictures(points)[0].curves.iter().any(|curve| curve.label == "offered load")
+        };
         assert!(asked(&points));
         points.iter_mut().for_each(|point| point.run.plan.closed_loop = true);
         assert!(!asked(&points));

@@ -1,14 +1,14 @@
-//! What a page says in words: the plan, the fates of requests, and what a reader must beware of.
+//! Texts of the HTML report: the plan, request outcomes, and notes.
 //!
-//! Invariant: notes are of what is in the report; a run without oddities has none.
+//! Invariant: notes are based only on the report; a run without anomalies has none.
 
 use super::numbers::{chosen, count, date, figure, of_requests};
 use crate::report::{Counts, Goodput, RunReport};
 
-/// A generator later than this at the 99th percentile distorts what it measures.
+/// Maximum 99th percentile of lateness, in milliseconds, before a note warns about a distorted measurement.
 const LATE_MS: f64 = 10.0;
 
-/// Who was asked, for what, when.
+/// Returns the facts about a run: server, models, load, arrivals, start, duration.
 pub fn facts(run: &RunReport) -> Vec<(&'static str, String)> {
     let models = if run.models.len() == 1 { "Model" } else { "Models" };
     vec![
@@ -16,9 +16,9 @@ pub fn facts(run: &RunReport) -> Vec<(&'static str, String)> {
         (models, run.models.join(", ")),
         ("Load", load(run)),
         ("Arrivals", arrivals(run)),
-        ("Began", date(&run.date)),
+        ("Started", date(&run.date)),
         (
-            "Lasted",
+            "Duration",
             format!(
                 "{} s; {} prompt tokens in, {} output tokens out",
                 figure(run.duration_s),
@@ -32,7 +32,7 @@ pub fn facts(run: &RunReport) -> Vec<(&'static str, String)> {
 fn load(run: &RunReport) -> String {
     let plan = &run.plan;
     format!(
-        "{} to {}; prompt tokens: {}; answer tokens: {}; seed {}",
+        "{} to {}; prompt tokens: {}; output tokens: {}; seed {}",
         of_requests(plan.requests),
         plan.endpoint,
         plan.prompt,
@@ -48,7 +48,7 @@ fn arrivals(run: &RunReport) -> String {
         None => plan.arrivals.clone(),
     };
     if let Some(rate) = plan.rate.filter(|rate| rate.is_finite()) {
-        words += &format!(", {} req/s on the mean", chosen(rate));
+        words += &format!(", {} req/s on average", chosen(rate));
     }
     if let Some(burstiness) = plan.burstiness.filter(|&burstiness| burstiness != 1.0) {
         words += &format!(", burstiness {}", chosen(burstiness));
@@ -59,21 +59,21 @@ fn arrivals(run: &RunReport) -> String {
     words
 }
 
-/// An arrival process by the beginning of its text form.
+/// Describes an arrival process given in its text form.
 fn process(arrivals: &str) -> Option<&'static str> {
     Some(match arrivals.split(':').next()? {
         "all" => "all at once",
         "constant" => "at a constant interval",
         "poisson" => "a Poisson process",
         "gamma" => "gamma-distributed gaps",
-        "ramp" => "a Poisson process whose rate changes evenly",
+        "ramp" => "a Poisson process whose rate changes linearly",
         "ramp-exponential" => "a Poisson process whose rate changes exponentially",
         "users" => "a closed loop of users",
         _ => return None,
     })
 }
 
-/// What became of the requests that did not complete.
+/// Describes the outcomes of the requests that did not complete.
 pub fn fates(counts: &Counts) -> String {
     let fates = [("failed", counts.failed), ("hung up", counts.hung_up), ("unsent", counts.unsent)];
     let seen: Vec<_> = fates
@@ -84,7 +84,7 @@ pub fn fates(counts: &Counts) -> String {
     format!("of {}; {}", count(counts.planned), seen.join(", "))
 }
 
-/// `TTFT ≤ 200 ms and TPOT ≤ 50 ms`.
+/// Formats the goodput limits: `TTFT ≤ 200 ms and TPOT ≤ 50 ms`.
 pub fn limits(good: &Goodput) -> String {
     let limits = good.limits_ms.iter();
     let limits: Vec<_> = limits
@@ -93,20 +93,20 @@ pub fn limits(good: &Goodput) -> String {
     limits.join(" and ")
 }
 
-/// What a reader must beware of.
+/// Returns notes about anomalies that affect the interpretation of the results.
 pub fn notes(run: &RunReport) -> Vec<String> {
     let counts = &run.counts;
     let nothing = (counts.completed == 0)
-        .then(|| "No request completed, so there are no latencies of requests to show.".to_string());
+        .then(|| "No request completed, so there are no request latencies.".to_string());
     let unsent = (counts.unsent > 0).then(|| {
         format!(
-            "The run ended early and left {} unsent. The figures are of those that were sent.",
+            "The run ended early and left {} unsent. The results cover only the requests that were sent.",
             of_requests(counts.unsent)
         )
     });
     let short = (counts.short > 0).then(|| {
         format!(
-            "Of the completed, {} got fewer tokens than asked for, so the load was lighter than planned.",
+            "{} got fewer tokens than requested although they completed, so the load was lighter than planned.",
             of_requests(counts.short)
         )
     });
@@ -117,23 +117,23 @@ fn late(run: &RunReport) -> Option<String> {
     let lateness = run.latencies.lateness.as_ref().filter(|lateness| lateness.stats.p99 > LATE_MS)?;
     let cause = match run.plan.max_concurrency {
         Some(limit) => format!(
-            "Either they waited because {} were in flight already, or this machine could not keep up.",
+            "They waited because the limit of {} requests in flight was reached, or the client machine could not keep up.",
             count(limit)
         ),
-        None => "This machine could not keep up with the load it was to make.".into(),
+        None => "The client machine could not keep up with the planned load.".into(),
     };
     Some(format!(
-        "Of the requests, 1 % were sent {} ms late or later. {cause} Latencies count from when a request was due, so \
-         this is within them.",
+        "1 % of the requests were sent {} ms late or later. {cause} Latencies are measured from the due time, so they \
+         include this delay.",
         figure(lateness.stats.p99)
     ))
 }
 
 fn closed_loop(run: &RunReport) -> Option<String> {
     run.plan.closed_loop.then(|| {
-        "This was a closed loop: a user sends the next request only after the last answer, so a slow server is asked \
-         less. The latencies leave out what requests would have waited meanwhile (coordinated omission); compare \
-         them with those of other closed loops only."
+        "This was a closed loop: a user sends the next request only after the previous response, so a slow server \
+         receives fewer requests. The latencies do not include the time that further requests would have waited \
+         (coordinated omission); compare them only with those of other closed loops."
             .into()
     })
 }

@@ -1,7 +1,7 @@
-//! Curves in a pair of axes, laid out for a picture of [`WIDTH`] by [`HEIGHT`] units. The template adds the markup,
-//! the style sheet the colours, so that a picture follows the reader's colour scheme and scales with the page.
+//! Layout of plots of [`WIDTH`] by [`HEIGHT`] units. The template adds the SVG markup and the style sheet the
+//! colours, so that a plot follows the reader's colour scheme and scales with the page.
 //!
-//! Invariant: every coordinate is finite and within the picture, whatever the values were.
+//! Invariant: every coordinate is finite and within the plot, whatever the values are.
 
 mod path;
 mod scale;
@@ -18,71 +18,75 @@ use style::Style;
 
 pub use style::key;
 
-/// The picture's size, in the units that all of its coordinates are in.
+/// Width of a plot in coordinate units.
 pub const WIDTH: u32 = 600;
+/// Height of a plot in coordinate units.
 pub const HEIGHT: u32 = 320;
 
-/// Room around the axes: for the name of the y axis, the last x label, and the x labels with the axis's name.
+/// Margin above the axes, for the name of the y axis.
 const TOP: f64 = 30.0;
+/// Margin to the right of the axes, for the last x label.
 const RIGHT: f64 = 22.0;
+/// Margin below the axes, for the x labels and the name of the x axis.
 const BOTTOM: f64 = 46.0;
-/// Width of a digit at the labels' size, on the wide side.
+/// Upper bound of the width of a digit in a label.
 const DIGIT: f64 = 7.0;
 
-/// Points a curve has at most.
+/// Maximum number of points of a curve.
 const POINTS_MAX: usize = 400;
-/// A curve with more points shows no marks: they would run together.
+/// Maximum number of points of a curve with marks; more marks would overlap.
 const MARKS_MAX: usize = 100;
 
-/// A picture. Coordinates are texts already: that is all a template can do with them.
+/// A laid-out plot. Coordinates are already formatted as text for the template.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plot {
     pub title: String,
-    /// What the picture shows, for those who do not see it.
+    /// Alternative text.
     pub description: String,
     pub width: u32,
     pub height: u32,
     pub x: Side,
     pub y: Side,
     pub curves: Vec<Drawn>,
-    /// Whether what lies under the curves is tinted.
+    /// Whether the area under the curves is filled.
     pub filled: bool,
-    /// Whether there is anything to see.
+    /// Whether there is nothing to draw.
     pub empty: bool,
 }
 
-/// An axis of a picture.
+/// A laid-out axis.
 #[derive(Clone, Debug, Serialize)]
 pub struct Side {
     pub label: String,
-    /// Lines across the picture at the labels, and finer ones between them.
+    /// Path of the grid lines at the labels.
     pub grid: String,
+    /// Path of the finer grid lines between them.
     pub fine: String,
-    /// The line from which values rise.
+    /// Path of the baseline.
     pub base: String,
-    /// Labels, and where along the axis they are.
+    /// Coordinates along the axis and texts of the labels.
     pub labels: Vec<(String, String)>,
-    /// Where across the axis they are.
+    /// Coordinate of all labels across the axis.
     pub labels_at: String,
 }
 
-/// A curve of a picture.
+/// A laid-out curve.
 #[derive(Clone, Debug, Serialize)]
 pub struct Drawn {
     pub label: String,
-    /// Classes of the style sheet.
+    /// CSS classes.
     pub style: String,
-    /// The line; empty for points that are not joined.
+    /// Path of the line; empty if the points are not connected.
     pub line: String,
-    /// What lies under the line; empty for references and points.
+    /// Path of the area under the line; empty for references and points.
     pub area: String,
     pub marks: Vec<Mark>,
-    /// The mark in the legend; empty for none.
+    /// Path of the mark in the legend; empty for none.
     pub key: String,
     pub empty: bool,
 }
 
-/// Lays out a picture.
+/// Lays out a plot.
 pub fn plot(title: impl Into<String>, x: &Axis, y: &Axis, curves: &[Curve]) -> Plot {
     let title = title.into();
     let values = |of: fn(&(f64, f64)) -> f64| -> Vec<f64> {
@@ -112,7 +116,7 @@ pub fn plot(title: impl Into<String>, x: &Axis, y: &Axis, curves: &[Curve]) -> P
 }
 
 impl Plot {
-    /// Tints what lies under the curves: for a quantity over time.
+    /// Fills the area under the curves, for a quantity over time.
     pub fn filled(self) -> Self {
         Self { filled: true, ..self }
     }
@@ -168,7 +172,8 @@ fn draw(curve: &Curve, style: Style, x: &Ruler, y: &Ruler) -> Drawn {
     }
 }
 
-/// A line of a single point could not be seen without its mark; a paper's figures are few, and meant to be read off.
+/// Returns whether points have marks. A line of a single point would be invisible without one, and reference
+/// values are few and meant to be read off.
 fn shows_marks(form: Form, points: usize) -> bool {
     match form {
         Form::Points => true,

@@ -1,29 +1,29 @@
-//! Places to the texts of SVG paths.
+//! Formatting of SVG paths.
 //!
-//! Invariant: coordinates have one decimal at most, which is finer than a screen or a printer shows.
+//! Invariant: coordinates have at most one decimal, which is finer than screens and printers show.
 
 use serde::Serialize;
 
 use super::{scale::Ruler, ticks::Tick};
 use crate::report::html::{Form, numbers};
 
-/// A point that can be pointed at.
+/// A mark at a point, with a tooltip.
 #[derive(Clone, Debug, Serialize)]
 pub struct Mark {
     pub path: String,
-    /// Its values.
+    /// Tooltip text: the values of the point.
     pub says: String,
 }
 
 type Place = (f64, f64);
 
-/// A coordinate.
+/// Formats a coordinate.
 pub fn px(at: f64) -> String {
     let text = format!("{at:.1}");
     text.strip_suffix(".0").map(str::to_owned).unwrap_or(text)
 }
 
-/// Lines across the picture at these ticks.
+/// Returns grid lines at these ticks.
 pub fn lines<'a>(
     ruler: &Ruler,
     ticks: impl Iterator<Item = &'a Tick>,
@@ -32,12 +32,12 @@ pub fn lines<'a>(
     ticks.map(|tick| line(px(ruler.place(tick.value)))).collect()
 }
 
-/// The labels, and where they are.
+/// Returns the coordinates and texts of the labels.
 pub fn labels(ruler: &Ruler) -> Vec<(String, String)> {
     ruler.labelled().map(|tick| (px(ruler.place(tick.value)), tick.label.clone())).collect()
 }
 
-/// A line along the places.
+/// Returns the path of a curve through the places.
 pub fn line(places: &[Place], form: Form) -> String {
     let start = |&(x, y): &Place| format!("M{} {}", px(x), px(y));
     let to = |&(x, y): &Place| match form {
@@ -50,7 +50,7 @@ pub fn line(places: &[Place], form: Form) -> String {
     }
 }
 
-/// What lies between the line and the `base`.
+/// Returns the path of the area between the curve and `base`.
 pub fn area(places: &[Place], form: Form, base: f64) -> String {
     match (places, form) {
         ([first, .., _], Form::Steps | Form::Line) => {
@@ -60,12 +60,12 @@ pub fn area(places: &[Place], form: Form, base: f64) -> String {
     }
 }
 
-/// A mark at a place that tells the point's values.
+/// Returns a mark at a place, with the point's values as tooltip.
 pub fn mark(place: Place, shape: usize, (x, y): (f64, f64)) -> Mark {
     Mark { path: self::shape(place, shape), says: format!("{}, {}", numbers::figure(x), numbers::figure(y)) }
 }
 
-/// The outline of a mark: a disc, a square, a triangle or a diamond.
+/// Returns the outline of a mark: a disc, a square, a triangle or a diamond.
 pub fn shape((x, y): Place, shape: usize) -> String {
     let at = |dx: f64, dy: f64| format!("M{} {}", px(x + dx), px(y + dy));
     match shape % 4 {

@@ -1,53 +1,54 @@
-//! From a value to a place along an axis, and where its ticks are.
+//! The mapping from values to coordinates along an axis, and the axis ticks.
 //!
-//! Invariant: every value, whatever it is, has a finite place between the axis's ends; ticks are few and distinct.
+//! Invariant: every value maps to a finite coordinate between the ends of the axis; ticks are few and
+//! distinct.
 
 use crate::report::html::Scale;
 
 use super::ticks::{self, Tick};
 
-/// One axis with its ends fixed.
+/// An axis with fixed ends.
 #[derive(Clone, Debug)]
 pub struct Ruler {
     scale: Scale,
-    /// The ends, as [`bend`] has them.
+    /// The ends in transformed units, see [`transform`].
     ends: (f64, f64),
-    /// What the ends are in the picture.
+    /// The ends in plot coordinates.
     pixels: (f64, f64),
     pub ticks: Vec<Tick>,
 }
 
-/// What an axis has to fit into.
+/// The layout constraints of an axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     pub fit: Fit,
-    /// About how many labels.
+    /// Approximate number of labels.
     pub labels: usize,
-    /// Where its ends are in the picture.
+    /// The ends in plot coordinates.
     pub pixels: (f64, f64),
 }
 
-/// Where an axis ends.
+/// How the ends of an axis are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// At the outermost values, but a linear one at zero when it begins near it.
+    /// At the minimum and maximum, but a linear axis starts at zero if the minimum is close to it.
     Tight,
-    /// At round numbers beyond them, and a linear one at zero.
+    /// At round numbers beyond the minimum and maximum; a linear axis includes zero.
     Round,
 }
 
-/// Values beyond this are taken for errors and not drawn.
+/// Maximum magnitude of a drawable value; larger values are considered errors.
 const VALUE_MAX: f64 = 1e100;
-/// Values below this count as zero where zero is apart from the rest.
+/// Minimum value treated as positive on a logarithmic axis; smaller values count as zero.
 const POSITIVE_MIN: f64 = 1e-100;
 
-/// Whether a value can be drawn at all.
+/// Returns whether a value can be drawn.
 pub fn drawable(value: f64) -> bool {
     value.abs() <= VALUE_MAX
 }
 
 impl Ruler {
-    /// An axis that has a place for all of `values`; those that cannot be drawn do not count.
+    /// Creates an axis that covers all drawable values.
     pub fn over(scale: Scale, values: &[f64], room: Room) -> Self {
         let drawn = || values.iter().copied().filter(|&value| drawable(value));
         let all = extent(drawn()).unwrap_or((0.0, 1.0));
@@ -63,17 +64,17 @@ impl Ruler {
         Self { scale, ends, pixels: room.pixels, ticks }
     }
 
-    /// The ticks that have a label.
+    /// Returns the ticks with a label.
     pub fn labelled(&self) -> impl Iterator<Item = &Tick> {
         self.ticks.iter().filter(|tick| !tick.label.is_empty())
     }
 
-    /// The ticks between them.
+    /// Returns the ticks without a label.
     pub fn fine(&self) -> impl Iterator<Item = &Tick> {
         self.ticks.iter().filter(|tick| tick.label.is_empty())
     }
 
-    /// Where a value is in the picture. What lies beyond an end lies on it.
+    /// Maps a value to a plot coordinate. Values beyond an end map to it.
     pub fn place(&self, value: f64) -> f64 {
         let (low, high) = self.ends;
         let share = ((bend(self.scale, value) - low) / (high - low)).clamp(0.0, 1.0);
@@ -81,7 +82,7 @@ impl Ruler {
     }
 }
 
-/// A scale, its ends as [`bend`] has them, and its ticks.
+/// A scale, its ends in transformed units, and its ticks.
 type Laid = (Scale, (f64, f64), Vec<Tick>);
 
 fn linear(extent: (f64, f64), room: Room) -> Laid {
@@ -99,7 +100,8 @@ fn linear(extent: (f64, f64), room: Room) -> Laid {
     (Scale::Linear, ends, ticks::linear(ends, step))
 }
 
-/// With a `least` value at or below zero, the axis has room for it at its lower end.
+/// Lays out a logarithmic axis. If the minimum of all values is at or below zero, the axis has an extra tick
+/// for it at the lower end.
 fn log(positive: (f64, f64), least: f64, room: Room) -> Laid {
     let (low, high) = match positive {
         (low, high) if high / low < 1.0 + 1e-9 => (low / 2.0, high * 2.0),
@@ -119,13 +121,13 @@ fn log(positive: (f64, f64), least: f64, room: Room) -> Laid {
     (Scale::Log, ends, ticks)
 }
 
-/// A value on a scale that is even in the picture.
+/// Transforms a value so that the scale becomes linear.
 fn bend(scale: Scale, value: f64) -> f64 {
     match scale {
         Scale::Linear => value,
-        // Zero has no logarithm; it lies below all that have one.
+        // Zero has no logarithm; it is placed below all positive values.
         Scale::Log => value.max(POSITIVE_MIN).log10(),
-        // All of the values are at infinity; eight nines stand for it.
+        // 100 % would be at infinity; eight nines stand for it.
         Scale::Percentile => -(1.0 - value.clamp(0.0, 99.999_999) / 100.0).log10(),
     }
 }
@@ -137,7 +139,7 @@ fn extent(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     })
 }
 
-/// Ends that are the same, or too near for numbers to tell, are drawn apart.
+/// Widens an interval that is empty or too narrow for floating-point precision.
 fn apart(low: f64, high: f64) -> (f64, f64) {
     let largest = low.abs().max(high.abs());
     match largest {
@@ -185,7 +187,7 @@ mod tests {
 
         let ruler = Ruler::over(Scale::Log, &[0.0, 1.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
         assert_eq!(ruler.place(0.0), 0.0);
-        assert!(ruler.place(1.0) > 20.0, "zero and the least value fall together");
+        assert!(ruler.place(1.0) > 20.0, "zero and the smallest positive value coincide");
         assert_eq!(ruler.ticks[0].label, "0");
     }
 

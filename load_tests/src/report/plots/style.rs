@@ -1,22 +1,25 @@
-//! What tells a curve from the others: classes of the style sheet for its colour and its dashes, and its mark.
+//! Curve styles: CSS classes for colour and dashes, and mark shapes.
 //!
-//! Invariant: a curve keeps its colour when those before it have no points, so one run looks alike in all pictures.
+//! Invariant: a curve keeps its colour even if earlier curves have no points, so that a run looks the same in
+//! all plots.
 
 use crate::report::html::{Curve, Form};
 
-/// Colours in the style sheet.
+/// Number of colours in the style sheet.
 const COLOURS: usize = 6;
 
+/// The style of a curve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Style {
-    /// `None` is grey, for a reference that belongs to all curves alike.
+    /// Colour index; `None` is grey, for a reference common to all curves.
     colour: Option<usize>,
     pub shape: usize,
-    /// The colours have been through once.
+    /// Whether the colour is already used by an earlier curve.
     again: bool,
 }
 
-/// A lone reference is grey; of several, the n-th has the colour of the n-th curve, whose counterpart it is.
+/// Assigns styles to curves. A single reference is grey; the n-th of several has the colour of the n-th
+/// measured curve, its counterpart.
 pub fn styles(curves: &[Curve]) -> Vec<Style> {
     let (references, ours) = curves.iter().partition::<Vec<_>, _>(|curve| curve.form == Form::Reference);
     let (mut theirs, mut own) = (0..references.len(), 0..ours.len());
@@ -28,7 +31,7 @@ pub fn styles(curves: &[Curve]) -> Vec<Style> {
     curves.iter().map(style).collect()
 }
 
-/// The classes of the n-th curve, for a key beside its row in a table.
+/// Returns the CSS classes of the n-th curve, for the key in its table row.
 pub fn key(index: usize) -> String {
     Style::nth(index).classes(Form::Line)
 }

@@ -1,15 +1,15 @@
-//! Long curves to few points that look the same.
+//! Downsampling of long curves without changing their appearance.
 //!
-//! Invariant: the first and the last point stay, and so do the extremes of every stretch.
+//! Invariant: the first and last point and the extremes of every chunk are kept.
 
 use super::scale::drawable;
 
-/// The stretches of a curve without a gap: a point that cannot be drawn is one.
+/// Splits a curve into runs without gaps; a point that cannot be drawn is a gap.
 pub fn runs(points: &[(f64, f64)]) -> impl Iterator<Item = &[(f64, f64)]> {
     points.split(|&(x, y)| !(drawable(x) && drawable(y))).filter(|run| !run.is_empty())
 }
 
-/// At most `count` of the points, but at least 4: of each stretch the first, the last, the highest and the lowest.
+/// Keeps at most `count` points (at least 4): the first, last, highest and lowest of each chunk.
 pub fn thin(points: &[(f64, f64)], count: usize) -> Vec<(f64, f64)> {
     let count = count.max(4);
     if points.len() <= count {
@@ -35,7 +35,7 @@ mod tests {
 
     #[test]
     fn thinning_keeps_the_ends_the_extremes_and_the_order() {
-        // A noisy curve with one lone peak and one lone dip.
+        // A noisy curve with a single peak and a single dip.
         let mut points: Vec<_> = (0..100_000u32)
             .map(|n| (f64::from(n), f64::from(n.wrapping_mul(2_654_435_761) >> 16) / 65_536.0))
             .collect();

@@ -1,17 +1,17 @@
-//! Ticks at round numbers, and what they are called.
+//! Ticks at round numbers, and their labels.
 //!
-//! Invariant: a label says its tick's value to all digits in which it differs from its neighbours'.
+//! Invariant: labels have enough digits to distinguish neighbouring ticks.
 
-/// A mark on an axis. Without a label it is a fine line only.
+/// A tick of an axis. A tick without a label is only a fine grid line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tick {
     pub value: f64,
     pub label: String,
 }
 
-/// Ticks at the multiples of `step` within the ends.
+/// Returns ticks at the multiples of `step` within the ends.
 pub fn linear(ends: (f64, f64), step: f64) -> Vec<Tick> {
-    // Half a thousandth of a step is lost to rounding at most.
+    // Tolerates rounding errors of up to half a thousandth of a step.
     let (first, last) = ((ends.0 / step - 5e-4).ceil(), (ends.1 / step + 5e-4).floor());
     let largest = ends.0.abs().max(ends.1.abs());
     let count = (last - first + 1.0) as usize;
@@ -19,8 +19,8 @@ pub fn linear(ends: (f64, f64), step: f64) -> Vec<Tick> {
     values.map(|value| Tick { value, label: label(value, step, largest) }).collect()
 }
 
-/// Ticks at the decades; where there is room at 2 and 5 too, within one at the multiples of a step. Fine lines where
-/// the eye can tell them apart.
+/// Returns ticks of a logarithmic axis: labels at the decades, and at 2 and 5 if there is space; within a
+/// single decade, at the multiples of a step. Fine lines are added if they are distinguishable.
 pub fn log(ends: (f64, f64), labels: usize) -> Vec<Tick> {
     let decades = ends.1.log10() - ends.0.log10();
     if decades < 1.0 {
@@ -43,25 +43,25 @@ pub fn log(ends: (f64, f64), labels: usize) -> Vec<Tick> {
     ticks
 }
 
-/// Ticks at 0, 50, 90, 99, 99.9, ... up to `nines` nines.
+/// Returns ticks at 0, 50, 90, 99, 99.9, ... up to `nines` nines.
 pub fn percentiles(nines: f64) -> Vec<Tick> {
     let tick = |value: f64| Tick { value, label: value.to_string() };
     let more = (1..=(nines + 1e-9) as i32).map(|n| match n {
         1 => tick(90.0),
-        // Written so that 99.9 is the number its text names.
+        // Parsed from text, so that 99.9 is the closest number to its label.
         _ => tick(format!("99.{}", "9".repeat(n as usize - 2)).parse().unwrap_or(99.0)),
     });
     [tick(0.0), tick(50.0)].into_iter().chain(more).collect()
 }
 
-/// The greatest of 1, 2, 5, 10, 20, 50, ... and their fractions that is not above a positive value.
+/// Rounds a positive value down to 1, 2 or 5 times a power of 10.
 pub fn round_down(value: f64) -> f64 {
     let decade = decade(value);
     let digit = [5.0, 2.0].into_iter().find(|digit| digit * decade <= value * (1.0 + 1e-9));
     digit.unwrap_or(1.0) * decade
 }
 
-/// The least of them that is not below it.
+/// Rounds a positive value up to 1, 2 or 5 times a power of 10.
 pub fn round_up(value: f64) -> f64 {
     let decade = decade(value);
     let digit = [1.0, 2.0, 5.0].into_iter().find(|digit| digit * decade >= value * (1.0 - 1e-9));
@@ -72,8 +72,8 @@ fn decade(value: f64) -> f64 {
     10f64.powf((value * (1.0 + 1e-12)).max(f64::MIN_POSITIVE).log10().floor())
 }
 
-/// A value in as few digits as tell it from a neighbour a `step` away; all of an axis in one unit, which fits its
-/// largest.
+/// Formats a value with as few digits as distinguish it from a neighbour a `step` away; all labels of an axis
+/// share the unit that fits the `largest` value.
 fn label(value: f64, step: f64, largest: f64) -> String {
     if value == 0.0 {
         return "0".into();

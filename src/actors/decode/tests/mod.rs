@@ -1,6 +1,7 @@
-//! Lanes against devices that the test drives: what is in flight, what comes of it, what it costs on the devices' clock.
+//! Tests of lanes against simulated devices that the test drives: what is in flight, what the results are,
+//! and what it costs on the devices' clock.
 //!
-//! Invariant: no test asks how long anything took here; the clock is the devices'.
+//! Invariant: no test measures real time; the clock is the simulated devices'.
 
 mod rig;
 
@@ -12,7 +13,7 @@ use rig::{Heard, Rig, VOCAB, Wish, expected};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Random choices of a test: each question has its number.
+/// Random choices of a test, by number.
 struct Dice(u32);
 
 impl Dice {
@@ -31,7 +32,7 @@ fn lanes_of(steps: &[&StepBatch]) -> BTreeSet<u32> {
     steps.iter().map(|step| step.lane).collect()
 }
 
-/// As many steps in flight as lanes, each of another lane, until sequences run out.
+/// There are as many steps in flight as lanes, each of another lane, until the sequences run out.
 #[actix::test]
 async fn each_lane_has_a_step_in_flight() {
     for lanes in 1..5 {
@@ -41,12 +42,12 @@ async fn each_lane_has_a_step_in_flight() {
         }
         for landing in 0..19 * lanes {
             rig.calm().await;
-            let flying = rig.flying();
-            assert_eq!((flying.len(), lanes_of(&flying).len()), (lanes, lanes), "landing {landing}");
+            let in_flight = rig.flying();
+            assert_eq!((in_flight.len(), lanes_of(&in_flight).len()), (lanes, lanes), "landing {landing}");
             assert!(rig.land().await);
         }
         rig.run().await;
-        rig.told.iter().for_each(|told| told.assert_whole());
+        rig.told.iter().for_each(|client| client.assert_whole());
         rig.all_home().await;
     }
 }
@@ -61,10 +62,11 @@ async fn one_step_at_a_time_without_lanes() {
         rig.calm().await;
         assert!(rig.flying().len() <= 1);
     }
-    rig.told.iter().for_each(|told| told.assert_whole());
+    rig.told.iter().for_each(|client| client.assert_whole());
 }
 
-/// Stages times one: with a step for each stage in flight, none of them waits. Rows are what costs time here.
+/// With a step for each stage in flight, no stage waits, so throughput is proportional to the number of
+/// stages. In this test only rows cost time.
 #[actix::test]
 async fn throughput_grows_with_the_stages() {
     let time = async |stages, lanes| {
@@ -73,7 +75,7 @@ async fn throughput_grows_with_the_stages() {
             rig.submit(request(number, 2, 60)).await;
         }
         rig.run().await;
-        rig.told.iter().for_each(|told| told.assert_whole());
+        rig.told.iter().for_each(|client| client.assert_whole());
         rig.clock as f64
     };
     for stages in 2..5 {
@@ -82,63 +84,64 @@ async fn throughput_grows_with_the_stages() {
     }
 }
 
-/// Those that come together have the same lengths: whatever their lanes, they take the same time.
+/// Requests that arrive together have the same lengths, and so take the same time, whatever their lanes.
 #[actix::test]
 async fn latency_does_not_depend_on_the_lane() {
     for (lanes, sequences) in [(2, 8), (3, 8), (4, 16), (4, 5)] {
-        let wish = Wish::new(16, lanes);
-        let step = wish.step;
-        let mut rig = Rig::new(wish);
+        let config = Wish::new(16, lanes);
+        let step = config.step;
+        let mut rig = Rig::new(config);
         for number in 0..sequences {
             rig.submit(request(number, 2, 40)).await;
         }
         rig.run().await;
-        // Between its tokens each waits for one step of each lane, no more and no less.
-        for told in &rig.told {
-            told.assert_whole();
-            let gaps: BTreeSet<u64> = told.at.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        // Between two of its tokens, each sequence waits for exactly one step of each lane.
+        for client in &rig.told {
+            client.assert_whole();
+            let gaps: BTreeSet<u64> = client.at.windows(2).map(|pair| pair[1] - pair[0]).collect();
             assert_eq!(gaps, BTreeSet::from([step * lanes as u64]));
         }
-        let firsts: Vec<u64> = rig.told.iter().map(|told| told.at[0]).collect();
+        let firsts: Vec<u64> = rig.told.iter().map(|client| client.at[0]).collect();
         let (first, last) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
         assert!(last - first <= 2 * step * lanes as u64, "{firsts:?}");
     }
 }
 
-/// With nothing else to do, a long prompt's chunks follow each other through the stages without a gap.
+/// With nothing else to do, the chunks of a long prompt follow each other through the stages without gaps.
 #[actix::test]
 async fn chunks_of_a_long_prompt_fill_what_other_lanes_leave() {
     for lanes in 1..5 {
-        let wish = Wish { budget: 9, ..Wish::new(8, lanes) };
-        let step = wish.step;
-        let mut rig = Rig::new(wish);
+        let config = Wish { budget: 9, ..Wish::new(8, lanes) };
+        let step = config.step;
+        let mut rig = Rig::new(config);
         rig.submit(Request { prompt_logprobs: true, ..request(1, 120, 3) }).await;
         let chunks = 120usize.div_ceil(9);
         for landed in 0..chunks {
             rig.calm().await;
-            let flying = rig.flying();
-            assert_eq!(flying.len(), lanes.min(chunks - landed), "{landed} landed");
-            assert_eq!(lanes_of(&flying).len(), 1, "all of one lane");
+            let in_flight = rig.flying();
+            assert_eq!(in_flight.len(), lanes.min(chunks - landed), "{landed} landed");
+            assert_eq!(lanes_of(&in_flight).len(), 1, "all are of one lane");
             assert!(rig.land().await);
         }
         let first = (chunks + lanes - 1) as u64 * step;
-        assert_eq!(rig.clock, first, "each stage had a chunk all the time");
+        assert_eq!(rig.clock, first, "each stage was busy all the time");
         rig.run().await;
-        let told = &rig.told[0];
-        told.assert_whole();
-        assert_eq!(told.at[0], first);
+        let client = &rig.told[0];
+        client.assert_whole();
+        assert_eq!(client.at[0], first);
         rig.all_home().await;
     }
 }
 
-/// Beside a lane that decodes, a long prompt goes ahead as far as the third lane rests; and no further once that works.
+/// Beside a decoding lane, a long prompt is prefilled ahead as long as the third lane is idle, and no longer.
 #[actix::test]
 async fn bubbles_are_for_lanes_that_rest() {
     let mut rig = Rig::new(Wish { budget: 9, ..Wish::new(6, 3) });
     rig.submit(request(0, 3, 30)).await;
     rig.land().await;
     rig.submit(request(1, 140, 3)).await;
-    // The long prompt's first chunk goes when its lane is asked, which is at once: it rests.
+    // The long prompt's first chunk is sent as soon as its lane requests chunks, which is at once: it is
+    // idle.
     rig.calm().await;
     assert_eq!(rig.flying().iter().map(|step| step.lane).collect::<Vec<_>>(), [0, 1, 1]);
     for _ in 0..6 {
@@ -159,8 +162,8 @@ async fn bubbles_are_for_lanes_that_rest() {
         assert_eq!(rig.flying().len(), 3);
     }
     rig.run().await;
-    rig.told.iter().for_each(|told| told.assert_whole());
-    // What decodes beside it never waited for more than the others' steps.
+    rig.told.iter().for_each(|client| client.assert_whole());
+    // The decoding sequence never waited for more than the other lanes' steps.
     let gaps: BTreeSet<u64> = rig.told[0].at.windows(2).map(|pair| pair[1] - pair[0]).collect();
     assert!(gaps.iter().all(|gap| *gap <= 4 * rig.wish.step), "{gaps:?}");
     rig.all_home().await;
@@ -169,7 +172,7 @@ async fn bubbles_are_for_lanes_that_rest() {
 #[actix::test]
 async fn who_hangs_up_frees_slot_and_pages_of_its_lane() {
     let mut rig = Rig::new(Wish { budget: 9, ..Wish::new(6, 3) });
-    // One decoding, one amid a prompt whose chunks are ahead, one that stays.
+    // One sequence decodes, one is in the middle of a prompt with chunks ahead, and one stays.
     for (number, len) in [(0, 3), (1, 140), (2, 3)] {
         rig.submit(request(number, len, 12)).await;
     }
@@ -181,7 +184,7 @@ async fn who_hangs_up_frees_slot_and_pages_of_its_lane() {
     rig.run().await;
     rig.told[2].assert_whole();
     rig.all_home().await;
-    // Alone amid its prompt, with steps ahead.
+    // A single sequence in the middle of its prompt, with steps ahead.
     let number = rig.submit(request(3, 140, 12)).await;
     rig.land().await;
     rig.calm().await;
@@ -209,10 +212,10 @@ async fn a_panic_ends_its_lane_alone() {
     let number = rig.submit(request(6, 30, 12)).await;
     rig.run().await;
     rig.told[number].assert_whole();
-    let (silent, whole): (Vec<_>, Vec<_>) = rig.told.iter().partition(|told| told.end.is_none());
-    assert_eq!((silent.len(), whole.len()), (2, 5), "those of lane {lost}, and the others");
-    assert!(silent.iter().all(|told| told.silent && expected(&told.request).starts_with(&told.ids)));
-    whole.iter().for_each(|told| told.assert_whole());
+    let (silent, whole): (Vec<_>, Vec<_>) = rig.told.iter().partition(|client| client.end.is_none());
+    assert_eq!((silent.len(), whole.len()), (2, 5), "the sequences of lane {lost}, and the others");
+    assert!(silent.iter().all(|client| client.silent && expected(&client.request).starts_with(&client.ids)));
+    whole.iter().for_each(|client| client.assert_whole());
     assert!(!rig.status.has_failed());
     rig.all_home().await;
 }
@@ -230,20 +233,20 @@ async fn a_fault_is_told_in_every_lane() {
     assert_eq!(rig.flying().len(), 3);
     rig.fail(0, Heard::First);
     rig.run().await;
-    for (number, told) in rig.told.iter().enumerate() {
+    for (number, client) in rig.told.iter().enumerate() {
         match number {
             0..6 => assert!(
-                matches!(&told.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("test's"))
+                matches!(&client.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("test's"))
             ),
-            _ => told.assert_whole(),
+            _ => client.assert_whole(),
         }
-        assert!(expected(&told.request).starts_with(&told.ids));
+        assert!(expected(&client.request).starts_with(&client.ids));
     }
     rig.all_home().await;
 }
 
-/// A lane's step was through before another's failed, and is heard of before or after that: its sequences are lost too, and
-/// the token that it gave is the last.
+/// A step that completed before another lane's step failed may be processed before or after the fault is
+/// reported. Its sequences are lost too, and its token is their last.
 #[actix::test]
 async fn a_lane_without_a_failed_step_is_not_fooled() {
     for heard in [Heard::First, Heard::Last] {
@@ -258,10 +261,13 @@ async fn a_lane_without_a_failed_step_is_not_fooled() {
         assert_eq!(lanes_of(&rig.flying()).len(), 2);
         rig.fail(1, heard);
         rig.calm().await;
-        assert!(rig.flying().is_empty(), "nobody goes on");
-        for told in &rig.told {
-            assert!(matches!(told.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", told.end);
-            assert!(expected(&told.request).starts_with(&told.ids), "no token of what the devices forgot");
+        assert!(rig.flying().is_empty(), "no lane continues");
+        for client in &rig.told {
+            assert!(matches!(client.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", client.end);
+            assert!(
+                expected(&client.request).starts_with(&client.ids),
+                "no token is computed from lost state"
+            );
         }
         let number = rig.submit(request(9, 20, 12)).await;
         rig.run().await;
@@ -270,7 +276,7 @@ async fn a_lane_without_a_failed_step_is_not_fooled() {
     }
 }
 
-/// It had nothing on the devices, and begins on what is built anew.
+/// An idle lane has no state on the devices, and starts on the rebuilt ones.
 #[actix::test]
 async fn a_lane_that_rests_during_a_fault_loses_nobody() {
     let mut rig = Rig::new(Wish::new(4, 2));
@@ -290,8 +296,8 @@ async fn a_lane_that_rests_during_a_fault_loses_nobody() {
     rig.all_home().await;
 }
 
-/// The question is asked, and who comes with the answer had no slot: it begins on what is built anew, whether its prompt
-/// comes at once or in chunks.
+/// A fault while the request for chunks is pending: the sequences of the reply had no slots yet, and start on
+/// the rebuilt devices, whether their prompts take one chunk or several.
 #[actix::test]
 async fn who_begins_while_the_devices_fail_loses_nothing() {
     for len in [3, 70] {
@@ -311,7 +317,7 @@ async fn who_begins_while_the_devices_fail_loses_nothing() {
     }
 }
 
-/// Who joins has its slot by then, and is told like those who had one before.
+/// A fault during the slot update: the new sequences have their slots by then, and fail like the others.
 #[actix::test]
 async fn who_joins_a_turn_that_the_devices_do_not_outlast_is_told() {
     for len in [3, 70] {
@@ -324,9 +330,9 @@ async fn who_joins_a_turn_that_the_devices_do_not_outlast_is_told() {
         rig.submit(request(1, len, 12)).await;
         rig.fail_at_turn();
         rig.run().await;
-        for told in &rig.told {
-            assert!(matches!(told.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", told.end);
-            assert!(expected(&told.request).starts_with(&told.ids));
+        for client in &rig.told {
+            assert!(matches!(client.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", client.end);
+            assert!(expected(&client.request).starts_with(&client.ids));
         }
         let next = rig.submit(request(2, len, 12)).await;
         rig.run().await;
@@ -335,7 +341,8 @@ async fn who_joins_a_turn_that_the_devices_do_not_outlast_is_told() {
     }
 }
 
-/// `/health` goes by that: a turn of many steps may take long, but not without a step that comes back.
+/// `/health` depends on this: an iteration of many steps may take long, but each step that completes is a
+/// heartbeat.
 #[actix::test]
 async fn every_step_that_lands_is_a_sign_of_life() {
     let mut rig = Rig::new(Wish { policy: Policy::Concurrent, ..Wish::new(4, 1) });
@@ -351,23 +358,23 @@ async fn every_step_that_lands_is_a_sign_of_life() {
         rig.land().await;
         rig.calm().await;
         let stalled = rig.status.stalled_for();
-        // Moments are kept in whole milliseconds.
+        // Times are kept in whole milliseconds.
         let most = before.elapsed() + Duration::from_millis(2);
         assert!(stalled <= most, "landing {landing}");
     }
 }
 
-/// Who of the submitted has its next token from the step that lands first; in the order of their slots, as they came.
+/// Returns the clients that get a token from the oldest step in flight, in the order of submission.
 async fn next_told(rig: &mut Rig) -> Vec<usize> {
     rig.calm().await;
-    let before: Vec<usize> = rig.told.iter().map(|told| told.ids.len()).collect();
+    let before: Vec<usize> = rig.told.iter().map(|client| client.ids.len()).collect();
     rig.land().await;
     rig.calm().await;
     (0..before.len()).filter(|number| rig.told[*number].ids.len() > before[*number]).collect()
 }
 
-/// A long prompt's steps are on their way when somebody before it leaves, so that it stands elsewhere among the living
-/// when they land, and another where it stood.
+/// The steps of a long prompt are in flight when a sequence before it leaves, so that its index changes and
+/// another sequence takes its old one.
 #[actix::test]
 async fn results_find_who_waits_for_them_wherever_it_stands_by_then() {
     let mut rig = Rig::new(Wish { budget: 9, shuffle: false, ..Wish::new(12, 3) });
@@ -377,7 +384,7 @@ async fn results_find_who_waits_for_them_wherever_it_stands_by_then() {
     for _ in 0..30 {
         rig.land().await;
     }
-    // In one lane it takes a place between others; the others' lanes come to rest.
+    // The long prompt takes a slot between others in one lane; the other lanes become idle.
     let own = next_told(&mut rig).await;
     assert_eq!(own.len(), 4);
     rig.hang_up(own[1]);
@@ -393,7 +400,7 @@ async fn results_find_who_waits_for_them_wherever_it_stands_by_then() {
         rig.land().await;
     }
     rig.calm().await;
-    assert_eq!((rig.flying().len(), lanes_of(&rig.flying()).len()), (3, 1), "it goes ahead");
+    assert_eq!((rig.flying().len(), lanes_of(&rig.flying()).len()), (3, 1), "its chunks are sent ahead");
     rig.hang_up(own[0]);
     rig.run().await;
     for number in [own[2], own[3], long] {
@@ -402,21 +409,22 @@ async fn results_find_who_waits_for_them_wherever_it_stands_by_then() {
     rig.all_home().await;
 }
 
-/// Holes that are computed, and sequences, of all steps in flight.
+/// The number of holes computed in the steps in flight.
 fn holes(steps: &[&StepBatch]) -> usize {
     let spans = steps.iter().flat_map(|step| &step.spans);
     spans.filter(|span| span.table == SpanTable::Sink && span.want == Want::Last).count()
 }
 
-/// One run of everything at once: requests of all lengths at random moments, clients that leave, faults if wanted. Every
-/// token that anybody hears is the right one, and all is at home at the end. How often the devices failed.
-async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
-    let what = format!("{wish:?}, seed {}", dice.0);
-    let mut rig = Rig::new(wish);
+/// Random test of everything at once: requests of all lengths at random times, clients that disconnect, and
+/// faults if `faults` is set. Every token that a client gets is the right one, and all resources are released
+/// at the end. Returns the number of faults.
+async fn tumult(config: Wish, dice: Dice, faults: bool) -> usize {
+    let label = format!("{config:?}, seed {}", dice.0);
+    let mut rig = Rig::new(config);
     let (mut submitted, mut faulty, mut hung_up) = (0, 0, BTreeSet::new());
     for round in 0..600u32 {
         let throw = |number: u32, sides| dice.throw(round * 16 + number, sides);
-        // In every other run they come so seldom that lanes rest.
+        // In every other run, requests are so rare that lanes become idle.
         if submitted < 40 && throw(0, [3, 14][dice.0 as usize % 2]) == 0 {
             for _ in 0..1 + throw(1, 4) {
                 let n = submitted as u32;
@@ -435,11 +443,11 @@ async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
             if throw(6, 3) > 0 {
                 rig.calm().await;
             }
-            let flying = rig.flying().len();
+            let in_flight = rig.flying().len();
             match throw(8, 4) {
-                0 if flying == 0 => rig.fail_at_question(),
-                1 if flying == 0 => rig.fail_at_turn(),
-                _ => rig.fail(throw(5, flying + 1), [Heard::First, Heard::Last][throw(7, 2)]),
+                0 if in_flight == 0 => rig.fail_at_question(),
+                1 if in_flight == 0 => rig.fail_at_turn(),
+                _ => rig.fail(throw(5, in_flight + 1), [Heard::First, Heard::Last][throw(7, 2)]),
             }
             faulty += 1;
         }
@@ -448,13 +456,13 @@ async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
         }
     }
     rig.run().await;
-    for (number, told) in rig.told.iter().enumerate() {
-        assert!(expected(&told.request).starts_with(&told.ids), "{what}: request {number}");
-        match told.end {
+    for (number, client) in rig.told.iter().enumerate() {
+        assert!(expected(&client.request).starts_with(&client.ids), "{label}: request {number}");
+        match client.end {
             _ if hung_up.contains(&number) => {}
-            Some(Ok(_)) => told.assert_whole(),
+            Some(Ok(_)) => client.assert_whole(),
             Some(Err(RequestError::DeviceFailed(_))) if faulty > 0 => {}
-            ref end => panic!("{what}: request {number} ended with {end:?}"),
+            ref end => panic!("{label}: request {number} ended with {end:?}"),
         }
     }
     assert_eq!(submitted, rig.told.len() as u64);
@@ -466,9 +474,9 @@ async fn tumult(wish: Wish, dice: Dice, faults: bool) -> usize {
 async fn whatever_happens_each_client_hears_its_own_tokens() {
     for seed in 0..4 {
         for lanes in 1..5 {
-            let wish = Wish { budget: 11, shuffle: seed % 3 > 0, row: 1, ..Wish::new(9, lanes) };
-            tumult(Wish { stages: 1, ..wish.clone() }, Dice(seed), false).await;
-            tumult(wish, Dice(seed + 50), false).await;
+            let config = Wish { budget: 11, shuffle: seed % 3 > 0, row: 1, ..Wish::new(9, lanes) };
+            tumult(Wish { stages: 1, ..config.clone() }, Dice(seed), false).await;
+            tumult(config, Dice(seed + 50), false).await;
         }
     }
 }
@@ -478,9 +486,9 @@ async fn whatever_fails_nobody_hears_a_wrong_token() {
     let mut faults = 0;
     for seed in 0..9 {
         for lanes in 1..5 {
-            let wish = Wish { budget: 11, shuffle: seed % 3 > 0, ..Wish::new(9, lanes) };
+            let config = Wish { budget: 11, shuffle: seed % 3 > 0, ..Wish::new(9, lanes) };
             let stages = if seed % 2 == 0 { 1 } else { lanes };
-            faults += tumult(Wish { stages, ..wish }, Dice(seed + 100), true).await;
+            faults += tumult(Wish { stages, ..config }, Dice(seed + 100), true).await;
         }
     }
     assert!(faults > 100, "{faults}");
@@ -490,15 +498,15 @@ async fn whatever_fails_nobody_hears_a_wrong_token() {
 async fn the_baselines_hold_their_promises_in_lanes_too() {
     for seed in 0..4 {
         for lanes in [1, 2, 3] {
-            let wish = Wish { budget: 11, shuffle: seed % 2 > 0, ..Wish::new(9, lanes) };
+            let config = Wish { budget: 11, shuffle: seed % 2 > 0, ..Wish::new(9, lanes) };
             let policy = Policy::Window { window: Duration::ZERO };
-            tumult(Wish { policy, ..wish.clone() }, Dice(seed + 200), seed > 1).await;
-            tumult(Wish { policy: Policy::Concurrent, ..wish }, Dice(seed + 300), seed > 1).await;
+            tumult(Wish { policy, ..config.clone() }, Dice(seed + 200), seed > 1).await;
+            tumult(Wish { policy: Policy::Concurrent, ..config }, Dice(seed + 300), seed > 1).await;
         }
     }
 }
 
-/// Under the papers' baselines lanes change how much is in flight, and nothing else.
+/// Under the papers' baselines, lanes change only how much is in flight.
 #[actix::test]
 async fn a_step_of_the_baselines_is_what_it_was() {
     let mut rig = Rig::new(Wish { policy: Policy::Concurrent, ..Wish::new(6, 2) });
@@ -507,13 +515,13 @@ async fn a_step_of_the_baselines_is_what_it_was() {
     }
     loop {
         rig.calm().await;
-        assert!(rig.flying().iter().all(|step| step.spans.len() == 1), "one sequence for each step");
-        assert!(lanes_of(&rig.flying()).len() == rig.flying().len(), "one step for each lane");
+        assert!(rig.flying().iter().all(|step| step.spans.len() == 1), "one sequence per step");
+        assert!(lanes_of(&rig.flying()).len() == rig.flying().len(), "one step per lane");
         if !rig.land().await {
             break;
         }
     }
-    rig.told.iter().for_each(|told| told.assert_whole());
+    rig.told.iter().for_each(|client| client.assert_whole());
     let mut rig = Rig::new(Wish { shuffle: false, ..Wish::new(8, 2) });
     for (number, tokens) in [4, 9, 9, 20, 12, 2, 7, 20].into_iter().enumerate() {
         rig.submit(request(number as u64, 2, tokens)).await;
@@ -525,5 +533,5 @@ async fn a_step_of_the_baselines_is_what_it_was() {
         seen += holes(&rig.flying());
     }
     assert!(seen > 0, "holes are computed");
-    rig.told.iter().for_each(|told| told.assert_whole());
+    rig.told.iter().for_each(|client| client.assert_whole());
 }

@@ -1,8 +1,8 @@
-//! All actors of the control thread, with devices in the test's hand: a line of stages whose steps take the time that the
-//! test says, on a clock of its own, and a model that remembers through slots and page tables.
+//! All actors of the control thread with simulated devices: a pipeline of stages whose steps take configured
+//! times on a simulated clock, and a model whose state is in slots and page tables.
 //!
-//! Invariant: a token depends on every token before it as the devices' memory has them, so that whatever went to a wrong
-//! slot, page or place in the order shows in the tokens.
+//! Invariant: a token depends on every token before it as the devices' state has them, so that a write to a
+//! wrong slot, page or position shows in the tokens.
 
 use super::super::{Decode, DecodeConfig, Neighbours};
 use crate::actors::device::{Ran, Step};
@@ -36,13 +36,13 @@ pub const PAGE: usize = 4;
 pub const VOCAB: u32 = 97;
 const POSITIONS: usize = 160;
 
-/// The token after these.
+/// The token that the model generates after `tokens`.
 pub fn after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
     tokens.into_iter().fold(17, |sum: u32, token| sum.wrapping_mul(31).wrapping_add(*token + 7) % 65_521)
         % VOCAB
 }
 
-/// What must come of a greedy request.
+/// The tokens that a greedy request must generate.
 pub fn expected(request: &Request) -> Vec<u32> {
     let mut all = request.prompt.to_vec();
     for _ in 0..request.max_tokens {
@@ -51,12 +51,13 @@ pub fn expected(request: &Request) -> Vec<u32> {
     all.split_off(request.prompt.len())
 }
 
-/// What the devices remember.
+/// The state of the simulated devices.
 pub struct Memory {
-    /// Of each slot, page by page.
+    /// Page table of each slot.
+    /// Last sampled token of each slot.
     tables: Vec<Vec<Page>>,
     last: Vec<u32>,
-    /// What is in the pages, position by position.
+    /// Token at each position of the pages.
     tokens: Vec<u32>,
 }
 
@@ -83,10 +84,10 @@ impl Memory {
                 Want::None => 0..0,
                 Want::Last => span.len() - 1..span.len(),
                 Want::All => 0..span.len(),
-                Want::Picked { .. } | Want::Hidden => panic!("there is no encoder"),
+                Want::Picked { .. } | Want::Hidden => panic!("the model has no encoder"),
             };
             for row in wanted {
-                let sample = samples.next().expect("a sample for each wanted row");
+                let sample = samples.next().expect("there is a sample row for each output row");
                 let next = self.next(span, row);
                 let token = match sample.mode {
                     SampleMode::Draw => next,
@@ -99,16 +100,17 @@ impl Memory {
                 output.rows.push(SampledRow { token, logprob, top_at: 0, top_len: 0 });
             }
         }
-        assert!(samples.next().is_none(), "a wanted row for each sample");
+        assert!(samples.next().is_none(), "there is an output row for each sample row");
         output
     }
 
-    /// Where a position of the span's sequence is kept.
+    /// The index in `tokens` of a position of the span's sequence.
     fn place(&self, span: &Span, position: usize) -> usize {
         let page = self.tables[span.slot as usize][position / PAGE];
         page as usize * PAGE + position % PAGE
     }
 
+    /// Writes the tokens of a span to the pages.
     fn keep(&mut self, span: &Span, batch: &StepBatch) {
         if span.table == SpanTable::Sink {
             return;
@@ -124,6 +126,7 @@ impl Memory {
         }
     }
 
+    /// The token after a row of a span.
     fn next(&self, span: &Span, row: usize) -> u32 {
         if span.table == SpanTable::Sink {
             return 1;
@@ -133,30 +136,30 @@ impl Memory {
     }
 }
 
-/// A step in flight, and when it comes out of the last stage.
+/// A step in flight, and the time when it leaves the last stage.
 struct Flying {
     step: Box<Step>,
     reply: oneshot::Sender<Ran>,
     done: u64,
 }
 
-/// A step that was sent in that epoch.
+/// A step sent in an epoch, and its reply channel.
 type Sent = (Epoch, Box<Step>, oneshot::Sender<Ran>);
 
-/// Where the lanes send their steps.
+/// The devices as the lanes see them.
 struct Door {
     devices: usize,
     sent: UnboundedSender<Sent>,
     faults: AtomicU64,
-    /// They fail while the next question for chunks is answered.
+    /// Whether the devices fail while the next request for chunks is answered.
     fails_at_question: AtomicBool,
-    /// They fail while it is next told where everybody is.
+    /// Whether the devices fail during the next slot update.
     fails_at_turn: AtomicBool,
 }
 
 impl Door {
-    fn fail_if(&self, wanted: &AtomicBool) {
-        if wanted.swap(false, Ordering::Relaxed) {
+    fn fail_if(&self, flag: &AtomicBool) {
+        if flag.swap(false, Ordering::Relaxed) {
             self.faults.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -167,7 +170,7 @@ impl Devices for Door {
         self.lasts(epoch)?;
         let (reply, ran) = oneshot::channel();
         let _ = self.sent.send((epoch, step, reply));
-        Ok(Box::pin(async { ran.await.expect("the test answers each step") }))
+        Ok(Box::pin(async { ran.await.expect("the test completes each step") }))
     }
 
     fn epoch(&self) -> Epoch {
@@ -187,7 +190,7 @@ fn fault() -> DeviceError {
     DeviceError::Fault("the test's fault".to_owned())
 }
 
-/// Stands between the lanes and those whom they ask.
+/// Stands between the lanes and the actors they make requests to, to inject faults.
 struct Gate {
     prefill: Addr<Prefill>,
     kv: Addr<Kv>,
@@ -201,11 +204,11 @@ impl Actor for Gate {
 impl Handler<NextChunk> for Gate {
     type Result = ResponseFuture<Vec<Chunk>>;
 
-    fn handle(&mut self, question: NextChunk, _: &mut Self::Context) -> Self::Result {
-        let (answer, door) = (self.prefill.send(question), self.door.clone());
+    fn handle(&mut self, request: NextChunk, _: &mut Self::Context) -> Self::Result {
+        let (answer, devices) = (self.prefill.send(request), self.door.clone());
         Box::pin(async move {
             let chunks = answer.await.unwrap_or_default();
-            door.fail_if(&door.fails_at_question);
+            devices.fail_if(&devices.fails_at_question);
             chunks
         })
     }
@@ -215,16 +218,16 @@ impl Handler<Turn> for Gate {
     type Result = ResponseFuture<Plan>;
 
     fn handle(&mut self, turn: Turn, _: &mut Self::Context) -> Self::Result {
-        let (answer, door) = (self.kv.send(turn), self.door.clone());
+        let (answer, devices) = (self.kv.send(turn), self.door.clone());
         Box::pin(async move {
-            let plan = answer.await.expect("kv answers");
-            door.fail_if(&door.fails_at_turn);
+            let plan = answer.await.expect("kv replies");
+            devices.fail_if(&devices.fails_at_turn);
             plan
         })
     }
 }
 
-/// How a test wants it.
+/// Configuration of a test.
 #[derive(Clone, Debug)]
 pub struct Wish {
     pub slots: usize,
@@ -233,7 +236,7 @@ pub struct Wish {
     pub budget: usize,
     pub policy: Policy,
     pub shuffle: bool,
-    /// What a step costs each stage, before its rows.
+    /// Cost of a step on each stage, without its rows.
     pub step: u64,
     pub row: u64,
 }
@@ -245,27 +248,27 @@ impl Wish {
     }
 }
 
-/// When a fault is heard of, beside what the steps before it gave.
+/// Whether a fault is reported before or after the results of the steps before it.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Heard {
     First,
     Last,
 }
 
-/// What came of a request so far.
+/// A client: its request, and the events it has received.
 pub struct Told {
     pub request: Request,
     stream: Option<TokenStream>,
     pub prompt: Vec<Token>,
     pub ids: Vec<u32>,
-    /// When each token came, on the test's clock.
+    /// Time of each token, on the simulated clock.
     pub at: Vec<u64>,
     pub end: Option<Result<FinishReason, RequestError>>,
-    /// The stream ended, with a word or without.
+    /// Whether the stream is closed, after an end event or without one.
     pub silent: bool,
 }
 
-/// The actors, the devices, the clock.
+/// The actors, the devices and the clock.
 pub struct Rig {
     pub wish: Wish,
     pub intake: Addr<Intake>,
@@ -275,22 +278,22 @@ pub struct Rig {
     sent: UnboundedReceiver<Sent>,
     flying: VecDeque<Flying>,
     memory: Memory,
-    /// How often the devices lost it.
+    /// The epoch of the devices' state.
     lost: Epoch,
     number: u64,
     pub clock: u64,
-    /// When each stage is free.
+    /// The time when each stage is free.
     free: Vec<u64>,
     pub told: Vec<Told>,
 }
 
 impl Rig {
-    pub fn new(wish: Wish) -> Rig {
+    pub fn new(rig_config: Wish) -> Rig {
         let (sent_tx, sent) = unbounded_channel();
         let limits = StepLimits {
-            slots: wish.slots,
-            rows: wish.budget + wish.slots,
-            logit_rows: wish.slots,
+            slots: rig_config.slots,
+            rows: rig_config.budget + rig_config.slots,
+            logit_rows: rig_config.slots,
             positions: POSITIONS,
             source_positions: 0,
             page_positions: PAGE,
@@ -300,36 +303,41 @@ impl Rig {
             hidden: 0,
             attended: Share::ALL,
         };
-        let Wish { slots, lanes, stages, policy, shuffle, budget, .. } = wish;
+        let Wish { slots, lanes, stages, policy, shuffle, budget, .. } = rig_config;
         let status = Arc::new(Status::new(Duration::ZERO, lanes));
         let pages = 1 + slots * POSITIONS / PAGE;
         let kv = Kv::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
         let prefill =
             Prefill::new(kv.clone().recipient(), kv.clone().recipient(), policy, slots, lanes).start();
-        let (faults, fails_at_question, fails_at_turn) = Default::default();
-        let door =
-            Arc::new(Door { devices: stages, sent: sent_tx, faults, fails_at_question, fails_at_turn });
-        let gate = Gate { prefill: prefill.clone(), kv: kv.clone(), door: door.clone() }.start();
-        let neighbours = Neighbours {
+        let (faults, fails_at_chunk_request, fails_at_slot_update) = Default::default();
+        let devices = Arc::new(Door {
+            devices: stages,
+            sent: sent_tx,
+            faults,
+            fails_at_question: fails_at_chunk_request,
+            fails_at_turn: fails_at_slot_update,
+        });
+        let gate = Gate { prefill: prefill.clone(), kv: kv.clone(), door: devices.clone() }.start();
+        let handles = Neighbours {
             prefill_next: gate.clone().recipient(),
             prefill_ahead: prefill.clone().recipient(),
             prefill_forget: prefill.clone().recipient(),
             kv_turn: gate.recipient(),
             kv_reset: kv.clone().recipient(),
-            devices: door.clone(),
+            devices: devices.clone(),
             status: status.clone(),
         };
         let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes };
         for lane in 0..lanes {
-            Decode::new(lane, neighbours.clone(), config.clone()).start();
+            Decode::new(lane, handles.clone(), config.clone()).start();
         }
         let intake = Intake::new(intake_limits(slots, pages), prefill.recipient(), status.clone()).start();
         Rig {
             intake,
             kv,
             status,
-            lost: door.epoch(),
-            door,
+            lost: devices.epoch(),
+            door: devices,
             sent,
             flying: VecDeque::new(),
             memory: Memory::new(slots, pages),
@@ -337,17 +345,26 @@ impl Rig {
             clock: 0,
             free: vec![0; stages],
             told: Vec::new(),
-            wish,
+            wish: rig_config,
         }
     }
 
-    /// Hands a request in; its place in `told`.
+    /// Submits a request; returns its index in `clients`.
     pub async fn submit(&mut self, request: Request) -> usize {
         let message = Submit { requests: vec![request.clone()], standing: Standing::New };
-        let streams = within(self.intake.send(message)).await.expect("intake answers");
-        let stream = streams.expect("it is taken in").pop();
-        let (prompt, ids, at, end, silent) = (Vec::new(), Vec::new(), Vec::new(), None, false);
-        self.told.push(Told { request, stream, prompt, ids, at, end, silent });
+        let streams = within(self.intake.send(message)).await.expect("intake replies");
+        let stream = streams.expect("the request is accepted").pop();
+        let (prompt_tokens, ids, token_times, end, closed) =
+            (Vec::new(), Vec::new(), Vec::new(), None, false);
+        self.told.push(Told {
+            request,
+            stream,
+            prompt: prompt_tokens,
+            ids,
+            at: token_times,
+            end,
+            silent: closed,
+        });
         self.told.len() - 1
     }
 
@@ -355,7 +372,7 @@ impl Rig {
         self.told[number].stream = None;
     }
 
-    /// Waits until nothing moves but what a step in flight would move, and reads what was told meanwhile.
+    /// Runs the actors until they wait for a step in flight, and reads the events sent meanwhile.
     pub async fn calm(&mut self) {
         let mut quiet = 0;
         while quiet < 25 {
@@ -369,7 +386,7 @@ impl Rig {
         self.told.iter_mut().for_each(|told| told.listen(clock));
     }
 
-    /// Whether anything was sent, or lost.
+    /// Receives the steps sent by the lanes, and applies faults. Returns whether there were any.
     fn depart_all(&mut self) -> bool {
         let mut any = self.lost != self.door.epoch();
         if any {
@@ -389,7 +406,8 @@ impl Rig {
         any
     }
 
-    /// A step enters the first stage, and each further one when it is through the one before and that one is free.
+    /// Schedules a step through the pipeline: it enters each stage when it has left the previous one and the
+    /// stage is free.
     fn depart(&mut self, mut step: Box<Step>, reply: oneshot::Sender<Ran>) {
         self.number += 1;
         step.batch.step = self.number;
@@ -403,10 +421,11 @@ impl Rig {
         self.flying.push_back(Flying { step, reply, done: now });
     }
 
-    /// A step names slots of its lane alone, and says its tokens where there are many devices.
+    /// Asserts that a step refers to slots of its lane only, and contains its tokens if there are several
+    /// devices.
     fn check(&self, batch: &StepBatch) {
         let own =
-            divided(self.wish.slots, self.wish.lanes).nth(batch.lane as usize).expect("there is such a lane");
+            divided(self.wish.slots, self.wish.lanes).nth(batch.lane as usize).expect("the lane exists");
         assert!(batch.spans.iter().all(|span| own.contains(&span.slot)), "{batch:?} is not all in {own:?}");
         assert!(batch.rows() <= self.wish.budget + self.wish.slots);
         let single = self.wish.stages == 1;
@@ -418,7 +437,7 @@ impl Rig {
         self.flying.iter().map(|flying| &flying.step.batch).collect()
     }
 
-    /// Lets the first step land that is in flight when all is calm. Whether there was one.
+    /// Completes the oldest step in flight once all actors wait. Returns whether there was one.
     pub async fn land(&mut self) -> bool {
         self.calm().await;
         let Some(Flying { mut step, reply, done }) = self.flying.pop_front() else { return false };
@@ -428,7 +447,7 @@ impl Rig {
         true
     }
 
-    /// The first step in flight comes back without results: what only a bug could do.
+    /// Completes the oldest step in flight without results, which makes its lane panic.
     pub fn land_without_results(&mut self) {
         let Some(Flying { mut step, reply, done }) = self.flying.pop_front() else { return };
         self.clock = done;
@@ -436,46 +455,46 @@ impl Rig {
         let _ = reply.send(Ran { step, result: Ok(()) });
     }
 
-    /// The devices fail when that many of the steps in flight are through. The others fail together, and their lanes hear
-    /// of it before or after the lanes of those that are through hear of these.
-    pub fn fail(&mut self, through: usize, heard: Heard) {
+    /// Makes the devices fail after the first `through` steps in flight. The others fail together, and their
+    /// lanes receive the fault before or after the other lanes receive their results, as `order` says.
+    pub fn fail(&mut self, through: usize, order: Heard) {
         self.depart_all();
-        let mut told: Vec<(oneshot::Sender<Ran>, Ran)> = Vec::new();
+        let mut replies: Vec<(oneshot::Sender<Ran>, Ran)> = Vec::new();
         for (number, Flying { mut step, reply, .. }) in self.flying.drain(..).enumerate() {
             let result = if number < through { Ok(()) } else { Err(fault()) };
             if result.is_ok() {
                 step.output = self.memory.run(&step.batch);
             }
-            told.push((reply, Ran { step, result }));
+            replies.push((reply, Ran { step, result }));
         }
         self.door.faults.fetch_add(1, Ordering::Relaxed);
-        if heard == Heard::First {
-            told.rotate_left(through);
+        if order == Heard::First {
+            replies.rotate_left(through);
         }
-        for (reply, ran) in told {
+        for (reply, ran) in replies {
             let _ = reply.send(ran);
         }
     }
 
-    /// The devices fail while the next question for chunks is answered.
+    /// Makes the devices fail while the next request for chunks is answered.
     pub fn fail_at_question(&self) {
         self.door.fails_at_question.store(true, Ordering::Relaxed);
     }
 
-    /// The devices fail while it is next told where everybody is.
+    /// Makes the devices fail during the next slot update.
     pub fn fail_at_turn(&self) {
         self.door.fails_at_turn.store(true, Ordering::Relaxed);
     }
 
-    /// Lets everything land.
+    /// Completes all steps until nothing is left.
     pub async fn run(&mut self) {
         while self.land().await {}
     }
 
-    /// Slots, pages and permits are where they belong when nobody is left.
+    /// Asserts that all slots, pages and permits are released.
     pub async fn all_home(&self) {
-        let held = within(self.kv.send(Held)).await.expect("kv answers");
-        let permits = within(self.intake.send(FreePermits)).await.expect("intake answers");
+        let held = within(self.kv.send(Held)).await.expect("kv replies");
+        let permits = within(self.intake.send(FreePermits)).await.expect("intake replies");
         assert_eq!((held, permits), ((0, 0), self.wish.slots));
     }
 }
@@ -496,7 +515,7 @@ impl Told {
     }
 
     fn hear(&mut self, event: TokenEvent, clock: u64) {
-        assert!(self.end.is_none(), "nothing comes after the end, but {event:?} did");
+        assert!(self.end.is_none(), "{event:?} after the end");
         match event {
             TokenEvent::Prompt(tokens) => self.prompt = tokens,
             TokenEvent::Token(token) => {
@@ -505,19 +524,20 @@ impl Told {
             }
             TokenEvent::Finished(reason) => self.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => self.end = Some(Err(error)),
-            event => panic!("nobody asked for {event:?}"),
+            event => panic!("unexpected {event:?}"),
         }
     }
 
-    /// It came to its end with the right tokens, and was told of its prompt if it asked.
+    /// Asserts that the request ended with the right tokens, and with the prompt's log-probabilities if
+    /// requested.
     pub fn assert_whole(&self) {
         assert_eq!(self.end, Some(Ok(FinishReason::Length)));
         assert_eq!(self.ids, expected(&self.request));
         if self.request.prompt_logprobs {
-            let told = |token: &Token| (token.id, token.logprob);
+            let reported = |token: &Token| (token.id, token.logprob);
             let likely = |at: usize| (at > 0).then(|| after(&self.request.prompt[..at]) as f32);
             let given = self.request.prompt.iter().enumerate().map(|(at, id)| (*id, likely(at)));
-            assert!(self.prompt.iter().map(told).eq(given), "{:?}", self.prompt);
+            assert!(self.prompt.iter().map(reported).eq(given), "{:?}", self.prompt);
         }
     }
 }

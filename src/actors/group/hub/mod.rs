@@ -1,9 +1,9 @@
-//! Where the control thread, the devices' threads and the group's keeper meet.
+//! The state of a group, shared by the control thread, the device threads and the supervisor.
 //!
-//! The control thread leaves steps, devices tell what became of them, the keeper waits for what needs it: a fault, a step
-//! without an answer, a step without devices.
-//! Invariant: what a device says counts only in the build of the group in which it was asked; after the first fault of a
-//! build nothing of it is answered any more.
+//! The control thread submits steps, the devices report their results, and the supervisor waits for what
+//! needs recovery: a fault, a step without a result in time, or a step without devices to run it.
+//! Invariant: a device's report counts only in the build of the group that it belongs to; after the first
+//! fault of a build, none of its steps returns a result.
 
 mod kept;
 
@@ -20,82 +20,88 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 use tracing::error;
 
-/// What is said of a device that nothing more will come from.
+/// Error message for a device whose thread ended.
 const THREAD_ENDED: &str = "its thread ended";
 
-/// A device of the group.
+/// Identifies a device of the group and its current thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::actors) struct Place {
     pub stage: usize,
     pub rank: usize,
-    /// How many threads the device had before this one.
+    /// Number of threads that the device had before this one.
     pub incarnation: u64,
 }
 
-/// The meeting place.
+/// The shared state of a group.
 pub(in crate::actors) struct Hub {
     config: GroupConfig,
     state: Mutex<State>,
-    /// Something happened that the keeper waits for.
+    /// Notified when something happens that the supervisor may wait for.
     news: Condvar,
 }
 
+/// The state behind the lock.
 struct State {
     phase: Phase,
-    /// How often the group was built.
+    /// Number of builds of the group so far.
     build: u64,
-    /// Gives up what was built last.
+    /// Aborts the current build.
     abort: Abort,
     members: Vec<Vec<Member>>,
     steps: Steps,
 }
 
-/// What the group can do.
+/// Whether the group can run steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Nothing: it is being built, or could not be.
+    /// The devices are being built, or could not be built.
+    /// The devices run steps.
     Away,
     Serving,
-    /// Nothing: it has yet to be seen what is left of it.
+    /// A fault occurred, and recovery has not begun.
     Failed,
-    /// Nothing any more.
+    /// The group is shutting down.
     Stopping,
 }
 
-/// What is known of a device's thread.
+/// The state of a device and its current thread.
 struct Member {
     mailbox: Arc<Mailbox>,
     incarnation: u64,
     life: Life,
+    /// Whether the device has no executor, or has dropped it since the last command to clear.
     cleared: bool,
+    /// Result of the device's current build; `None` until it is reported.
     built: Option<Result<ExecutorReport>>,
-    /// Threads of the device that were given up and have not ended: each still has what it had.
+    /// Number of abandoned threads of the device that have not ended; each still holds its executor.
     hanging: usize,
 }
 
-/// Whether a device has a thread.
+/// The state of a device's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
+    /// The thread runs.
     Lives,
-    /// It is on its way out, and drops what it has.
+    /// The thread is exiting, and drops its executor.
     Ends,
+    /// There is no thread.
     Gone,
 }
 
-/// What the keeper has to see to. Who waited for a step has been told.
+/// Why recovery is necessary. The steps in flight have failed by then.
 pub(in crate::actors) enum News {
-    /// A device failed.
+    /// A device reported a fault, or its thread ended.
     Failed,
-    /// Nobody has answered for too long.
+    /// No step completed within the timeout.
     Stalled,
-    /// There are no devices, and steps, or it has been a while.
+    /// The devices are unavailable, and steps wait for them or a retry is due.
     Wanted,
 }
 
 impl Hub {
-    /// Without threads and without devices.
+    /// Creates the state of a group without threads and executors.
     pub fn new(config: GroupConfig) -> Hub {
-        let member = || Member {
+        let rank_state = || Member {
             mailbox: Arc::new(Mailbox::new(config.lanes)),
             incarnation: 0,
             life: Life::Gone,
@@ -107,7 +113,7 @@ impl Hub {
             phase: Phase::Away,
             build: 0,
             abort: Abort::new(),
-            members: config.names.iter().map(|stage| stage.iter().map(|_| member()).collect()).collect(),
+            members: config.names.iter().map(|stage| stage.iter().map(|_| rank_state()).collect()).collect(),
             steps: Steps::new(config.limits, config.lanes),
         };
         Hub { config, state: Mutex::new(state), news: Condvar::new() }
@@ -121,9 +127,9 @@ impl Hub {
         &self.config.limits
     }
 
-    /// What the configuration calls a device.
-    pub fn name(&self, place: Place) -> &str {
-        &self.config.names[place.stage][place.rank]
+    /// Returns a device's name in the configuration.
+    pub fn name(&self, id: Place) -> &str {
+        &self.config.names[id.stage][id.rank]
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -131,15 +137,15 @@ impl Hub {
     }
 }
 
-/// What the control thread says.
+/// The interface of the control thread.
 impl Hub {
-    /// Takes a step in: it is on its way, or waits for the devices. Fails when that epoch is over.
+    /// Submits a step: it is sent to the devices, or waits for them. Fails if the epoch is over.
     pub fn take_in(&self, step: Box<Step>, epoch: Epoch) -> Result<oneshot::Receiver<Ran>, DeviceError> {
         let (answer, answered) = oneshot::channel();
         let mut state = self.lock();
         state.steps.lasts(epoch.0)?;
         if state.phase == Phase::Stopping {
-            return Ok(answered); // It has lost its other end.
+            return Ok(answered); // The sender is dropped.
         }
         state.steps.take_in(step, answer);
         match state.phase {
@@ -149,55 +155,56 @@ impl Hub {
         Ok(answered)
     }
 
-    /// The epoch at hand.
+    /// Returns the current epoch.
     pub fn epoch(&self) -> Epoch {
         Epoch(self.lock().steps.epoch())
     }
 
-    /// Fails when that epoch is over, and says what ended it.
+    /// Returns the fault that ended the epoch, as an error, if it is over.
     pub fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
         self.lock().steps.lasts(epoch.0)
     }
 
-    /// The end: no step is answered any more, and the threads are on their way out.
+    /// Stops the group: steps return no results any more, and the threads exit.
     pub fn stop(&self) {
         let mut state = self.lock();
         state.phase = Phase::Stopping;
         state.abort.abort();
         state.steps.forget();
-        for member in state.members.iter().flatten() {
-            member.mailbox.close();
+        for rank_state in state.members.iter().flatten() {
+            rank_state.mailbox.close();
         }
         self.news.notify_all();
     }
 }
 
-/// What devices say.
+/// The interface of the device threads.
 impl Hub {
-    /// The executor is gone.
-    pub fn cleared(&self, place: Place) {
-        if let Some(member) = self.lock().member(place) {
-            member.cleared = true;
+    /// Reports that the device has dropped its executor.
+    pub fn cleared(&self, id: Place) {
+        if let Some(rank_state) = self.lock().member(id) {
+            rank_state.cleared = true;
             self.news.notify_all();
         }
     }
 
-    /// There is one, or none.
-    pub fn built(&self, place: Place, build: u64, built: Result<ExecutorReport>) {
+    /// Reports the result of a build.
+    pub fn built(&self, id: Place, build: u64, built: Result<ExecutorReport>) {
         let mut state = self.lock();
         if build == state.build {
             if built.is_err() {
-                // Nobody waits for its part in what they build.
+                // The other devices must not wait for this one during their builds.
                 state.abort.abort();
             }
-            if let Some(member) = state.member(place) {
-                member.built = Some(built);
+            if let Some(rank_state) = state.member(id) {
+                rank_state.built = Some(built);
             }
             self.news.notify_all();
         }
     }
 
-    /// The last stage has done that step: `output` is exchanged for another. Who waits may have its place.
+    /// Reports that the last stage has completed a step. `output` is exchanged for a buffer to reuse. Then
+    /// the next waiting steps are sent.
     pub fn answer(&self, build: u64, number: u64, output: &mut StepOutput) {
         let mut state = self.lock();
         if build == state.build && state.phase == Phase::Serving {
@@ -206,48 +213,51 @@ impl Hub {
         }
     }
 
-    /// A device failed in that step. Whoever only hears of it from the others is not heard.
-    pub fn failed(&self, place: Place, build: u64, number: u64, fault: DeviceError) {
+    /// Reports a device's fault in a step. Only the first fault of a build counts; the other devices' errors
+    /// are consequences.
+    pub fn failed(&self, id: Place, build: u64, number: u64, fault: DeviceError) {
         let mut state = self.lock();
         if build == state.build {
-            self.fail(&mut state, place, number, fault);
+            self.fail(&mut state, id, number, fault);
         }
     }
 
-    /// A device's thread will end, and still has what it had.
-    pub fn ends(&self, place: Place) {
+    /// Reports that a device's thread is exiting. It still holds its executor.
+    pub fn ends(&self, id: Place) {
         let mut state = self.lock();
-        let Some(member) = state.member(place) else { return };
-        member.life = Life::Ends;
+        let Some(rank_state) = state.member(id) else { return };
+        rank_state.life = Life::Ends;
         if state.phase == Phase::Away {
-            // Nobody waits for its part in what they build.
+            // The other devices must not wait for this one during their builds.
             state.abort.abort();
         }
-        self.fail_for_thread(&mut state, place);
+        self.fail_for_thread(&mut state, id);
         self.news.notify_all();
     }
 
-    /// It has nothing any more, and ends.
-    pub fn left(&self, place: Place) {
+    /// Reports that a device's thread has dropped its executor and exits.
+    pub fn left(&self, id: Place) {
         let mut state = self.lock();
-        match state.member(place) {
-            Some(member) => member.life = Life::Gone,
-            // One that was given up has woken.
-            None => state.members[place.stage][place.rank].hanging -= 1,
+        match state.member(id) {
+            Some(rank_state) => rank_state.life = Life::Gone,
+            // An abandoned thread resumed and ended.
+            None => state.members[id.stage][id.rank].hanging -= 1,
         }
         self.news.notify_all();
     }
 
-    fn fail_for_thread(&self, state: &mut State, place: Place) {
+    /// Fails the group because a device's thread ended.
+    fn fail_for_thread(&self, state: &mut State, id: Place) {
         let (number, fault) = (state.steps.oldest(), DeviceError::Fault(THREAD_ENDED.to_owned()));
-        self.fail(state, place, number, fault);
+        self.fail(state, id, number, fault);
     }
 
-    fn fail(&self, state: &mut State, place: Place, number: u64, fault: DeviceError) {
+    /// Logs a fault and fails the group, if it is serving.
+    fn fail(&self, state: &mut State, id: Place, number: u64, fault: DeviceError) {
         if state.phase == Phase::Serving {
-            let (device, fault) = (self.name(place), named(self.name(place), fault));
-            let what = self.config.what();
-            error!(device, step = number, %fault, "{what} failed; it is being rebuilt");
+            let (device, fault) = (self.name(id), named(self.name(id), fault));
+            let label = self.config.what();
+            error!(device, step = number, %fault, "{label} failed; it is being rebuilt");
             state.give_up(&fault);
             self.news.notify_all();
         }
@@ -255,33 +265,34 @@ impl Hub {
 }
 
 impl State {
-    /// The device as long as it is still that thread's.
-    fn member(&mut self, place: Place) -> Option<&mut Member> {
-        let member = &mut self.members[place.stage][place.rank];
-        (member.incarnation == place.incarnation).then_some(member)
+    /// Returns a device, if its thread is still the current one.
+    fn member(&mut self, id: Place) -> Option<&mut Member> {
+        let rank_state = &mut self.members[id.stage][id.rank];
+        (rank_state.incarnation == id.incarnation).then_some(rank_state)
     }
 
+    /// Returns the devices that satisfy a predicate.
     fn places(&self, which: impl Fn(&Member) -> bool) -> Vec<Place> {
-        let mut places = Vec::new();
-        for (stage, members) in self.members.iter().enumerate() {
-            for (rank, member) in members.iter().enumerate().filter(|(_, member)| which(member)) {
-                places.push(Place { stage, rank, incarnation: member.incarnation });
+        let mut ids = Vec::new();
+        for (stage, ranks) in self.members.iter().enumerate() {
+            for (rank, rank_state) in ranks.iter().enumerate().filter(|(_, rank_state)| which(rank_state)) {
+                ids.push(Place { stage, rank, incarnation: rank_state.incarnation });
             }
         }
-        places
+        ids
     }
 
-    /// Sends the steps that wait to every member of the first stage, as many as may be on the devices.
+    /// Sends waiting steps to every rank of the first stage, as many as may be in flight.
     fn start_waiting(&mut self) {
         while let Some(batch) = self.steps.start_next() {
-            for member in &self.members[0] {
+            for rank_state in &self.members[0] {
                 let (build, batch) = (self.build, batch.clone());
-                member.mailbox.put(Order::Run(Parcel { build, batch, carried: None }));
+                rank_state.mailbox.put(Order::Run(Parcel { build, batch, carried: None }));
             }
         }
     }
 
-    /// Everybody is told of the fault, and nothing of this build is waited for any more.
+    /// Fails all pending steps, and aborts the current build.
     fn give_up(&mut self, fault: &DeviceError) {
         self.phase = Phase::Failed;
         self.abort.abort();
@@ -289,7 +300,7 @@ impl State {
     }
 }
 
-/// The fault with the device's name in front.
+/// Prefixes a fault's message with the device's name.
 fn named(device: &str, fault: DeviceError) -> DeviceError {
     match fault {
         DeviceError::Fault(text) => DeviceError::Fault(format!("{device}: {text}")),

@@ -1,6 +1,6 @@
-//! Links slowed down on purpose: whatever passes between devices takes the time of a link beside its own.
+//! Slow links: adds the time of a link to all communication between devices.
 //!
-//! Invariant: what is passed on is the same, only later.
+//! Invariant: the data is unchanged, only later.
 
 use crate::actors::device::Factory;
 use crate::model::executor::{Executor, ExecutorReport};
@@ -9,7 +9,7 @@ use crate::planner::Link;
 use mainstem_kernels::{Aborted, Carried, Collective, DeviceError, Flow, StepBatch, StepOutput};
 use std::time::{Duration, Instant};
 
-/// The same devices with slow links between them.
+/// Wraps factories so that their devices communicate over `link`.
 pub fn slowed(factories: Vec<Vec<Factory>>, link: Link) -> Vec<Vec<Factory>> {
     let members: Vec<usize> = factories.iter().map(Vec::len).collect();
     let of_stage = |(stage, factories): (usize, Vec<Factory>)| {
@@ -26,13 +26,13 @@ fn slowed_one(mut factory: Factory, link: Link, next: usize) -> Factory {
     })
 }
 
-/// Takes the time that `messages` of so many bytes take one after another.
+/// Waits for the time of `messages` messages of `bytes` bytes, one after another.
 fn pass(link: Link, messages: usize, bytes: usize) {
     let seconds = messages as f64 * link.seconds(bytes as f64);
     wait_until(Instant::now() + Duration::from_secs_f64(seconds));
 }
 
-/// A member takes in what each of the others has.
+/// A collective with slow links. Each rank receives a message from every other rank.
 struct SlowStage {
     stage: Box<dyn Collective>,
     link: Link,
@@ -59,11 +59,11 @@ impl Collective for SlowStage {
     }
 }
 
-/// What it hands on goes to each member of the next stage.
+/// An executor with slow links to the next stage. Its activations are sent to each rank there.
 struct SlowSender {
     inner: Box<dyn Executor>,
     link: Link,
-    /// Members of the next stage.
+    /// Ranks of the next stage.
     next: usize,
 }
 
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
     use mainstem_kernels::Alone;
 
-    /// A member of three, whose sums and gathered rows are there at once.
+    /// A rank of three whose collectives complete at once.
     struct OfThree;
 
     impl Collective for OfThree {
@@ -110,8 +110,8 @@ mod tests {
         }
     }
 
-    /// A millisecond for each message, and another for each 100 bytes: two messages of 25 numbers, and two of the 2 x 50
-    /// numbers of the widest member.
+    /// Each message takes a millisecond plus one per 100 bytes: two messages of 25 numbers, and two of the 2
+    /// x 50 numbers of the widest rank.
     #[test]
     fn sums_and_gathered_rows_are_the_same_but_later() {
         let link = Link { latency: 1e-3, bandwidth: 100_000.0 };
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(all, [7.0; 200]);
     }
 
-    /// Hands on 100 bytes.
+    /// An executor that hands off 100 bytes.
     struct Handing;
 
     impl Executor for Handing {
@@ -143,9 +143,9 @@ mod tests {
         }
     }
 
-    /// 100 bytes to two members, at 50,000 bytes a second and a millisecond each.
+    /// 100 bytes are sent to two ranks, at 50,000 bytes per second and a millisecond each.
     #[test]
-    fn what_is_handed_on_is_the_same_but_later() {
+    fn handed_off_activations_are_the_same_but_later() {
         let link = Link { latency: 1e-3, bandwidth: 50_000.0 };
         let handing = || -> Factory { Box::new(|_| Ok(Box::new(Handing))) };
         let mut factories = slowed(vec![vec![handing()], vec![handing(), handing()]], link);

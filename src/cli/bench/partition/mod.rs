@@ -1,8 +1,9 @@
-//! Ways to divide a model among devices, measured side by side: the experiment of Shi et al. 2024, Table 5.
+//! Comparison of partitions of a model over devices: the experiment of Shi et al. 2024, Table 5.
 //!
-//! The devices are CPU devices, each with its share of the machine, or simulated ones that take a set time for each layer.
-//! What is held fixed is the batch of a step: with lanes there are as many steps in flight as stages, without, one.
-//! Invariant: each way has the same devices, and every figure beside a measured one was predicted without measuring that.
+//! The devices are CPU devices with a part of the machine each, or simulated devices that take a set time per
+//! layer. The batch per step is fixed: with lanes there are as many steps in flight as stages, otherwise one.
+//! Invariant: all partitions have the same devices, and a prediction never uses the measurement that it is
+//! compared with.
 
 mod links;
 
@@ -29,35 +30,36 @@ use rows::{PartitionRow, Predicted};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Samples of the engine's own time, of which the least counts, and the time of each device's step in them.
+/// Samples of the engine's overhead, of which the minimum counts.
 const CALIBRATIONS: usize = 20;
+/// Step time of each fake device in these samples.
 const KNOWN: Duration = Duration::from_millis(1);
 
-/// Tokens of the prompts of sequences that decode together.
+/// Prompt tokens of sequences that decode together.
 const PROMPT: usize = 8;
 
-/// What is measured of partitions.
+/// Options of the partition benchmark.
 #[derive(Args)]
 #[command(next_help_heading = "Partition")]
 pub struct PartitionTests {
-    /// Measure ways to divide the model among devices instead: by layers, by tensors, and both.
+    /// Compare partitions of the model over devices: by layers, by tensors, and both.
     #[arg(long, conflicts_with_all = ["fake_device", "prefill", "depth", "sequences", "scheduler_slots",
                                       "scheduler_lanes"])]
     pub partition: bool,
-    /// Simulate devices that take this time for a layer, such as 1ms, and compute nothing.
+    /// Simulate devices that compute nothing and take this time per layer, such as 1ms.
     #[arg(long, value_name = "TIME", requires = "partition", value_parser = duration_of)]
     fake_layer: Option<Duration>,
-    /// Let each message between devices take this time more, such as 200us.
+    /// Additional latency of each message between devices, such as 200us.
     #[arg(long, value_name = "TIME", requires = "partition", value_parser = duration_of)]
     link_latency: Option<Duration>,
-    /// Let the links between devices be no faster, such as 100MB/s.
+    /// Maximum bandwidth of links between devices, such as 100MB/s.
     #[arg(long, value_name = "SPEED", requires = "partition", value_parser = bytes_per_s)]
     link_bandwidth: Option<f64>,
-    /// Sequences of one step.
+    /// Sequences per step.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "partition",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: u32,
-    /// Show what the planner's model of speed predicts beside what is measured.
+    /// Show the planner's predictions next to the measurements.
     #[arg(long, requires = "partition")]
     check_model: bool,
 }
@@ -67,7 +69,7 @@ fn bytes_per_s(text: &str) -> Result<f64, String> {
 }
 
 impl PartitionTests {
-    /// The links as they are slowed down; those that are not take no time.
+    /// The additional latency and the bandwidth limit of links; without options, neither.
     fn link(&self) -> Link {
         Link {
             latency: self.link_latency.unwrap_or_default().as_secs_f64(),
@@ -80,7 +82,8 @@ impl PartitionTests {
     }
 }
 
-/// Measures every way, `tokens` of each sequence; what is done when the future is dropped stands in the report.
+/// Measures every partition, with `tokens` tokens per sequence. If the future is dropped, the report keeps
+/// the results so far.
 pub async fn measure(
     mut config: Config,
     tests: &PartitionTests,
@@ -91,7 +94,7 @@ pub async fn measure(
 ) -> Result<()> {
     let (source, tokenizer) = open(&mut config, report).await?;
     let mut bench = Bench::new(config, tests, tokens, source, tokenizer)?;
-    // Simulated devices have their times from the links alone.
+    // The times of simulated devices must not include the calibration.
     let ways = bench.ways(&mut report.notes)?;
     if tests.check_model {
         bench.calibrate().await?;
@@ -103,7 +106,7 @@ pub async fn measure(
     Ok(())
 }
 
-/// What all ways have in common.
+/// Common parameters of all partitions.
 struct Bench<'a> {
     config: Config,
     tests: &'a PartitionTests,
@@ -111,11 +114,11 @@ struct Bench<'a> {
     source: Arc<ModelSource>,
     tokenizer: Arc<Tokenizer>,
     shape: ModelShape,
-    /// By what the model of speed goes.
+    /// Hardware that predictions assume.
     hardware: Hardware,
 }
 
-/// A way to divide the model, and how many steps are in flight.
+/// A partition of the model with a number of steps in flight.
 struct Way {
     strategy: &'static str,
     device: DeviceConfig,
@@ -141,7 +144,8 @@ impl<'a> Bench<'a> {
         Ok(Bench { config, tests, tokens, source, tokenizer, shape, hardware })
     }
 
-    /// All even ways, and the configured one, each with lanes and without. What cannot be is told to `notes`.
+    /// Returns all even partitions and the configured one, each with one lane and with a lane per stage.
+    /// Impossible partitions are reported in `notes`.
     fn ways(&self, notes: &mut Vec<String>) -> Result<Vec<Way>> {
         let mut ways = Vec::new();
         for strategy in strategies(&self.config.device) {
@@ -160,14 +164,15 @@ impl<'a> Bench<'a> {
                         lanes,
                     }));
                 }
-                Err(Ok(refusal)) => notes.push(format!("{} left out: {refusal}", strategy.name)),
+                Err(Ok(refusal)) => notes.push(format!("{} skipped: {refusal}", strategy.name)),
                 Err(Err(error)) => return Err(error),
             }
         }
         Ok(ways)
     }
 
-    /// Simulated devices with their times, and what each has. Refuses what cannot be divided so.
+    /// Returns simulated devices with their step times, and the partition. Fails if the partition is
+    /// impossible.
     fn timed(&self, device: DeviceConfig) -> Result<(DeviceConfig, Partition), Refusal> {
         let alike = |_: &DeviceName| Place { speed: 1.0, memory: f64::INFINITY };
         let fits = |shard: &_| opened::fits(&self.source, shard);
@@ -188,7 +193,7 @@ impl<'a> Bench<'a> {
         Ok((DeviceConfig { groups, ..device }, partition))
     }
 
-    /// Measures what the engine takes for itself: for each step, and for each way from one stage to the next.
+    /// Measures the engine's overhead per step and per hand-off between stages.
     async fn calibrate(&mut self) -> Result<()> {
         let turn = self.own_seconds(1).await?;
         let hop = if self.shape.layers() > 1 { self.own_seconds(2).await? - turn } else { 0.0 };
@@ -196,7 +201,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Of a step through so many devices of known time, what is not theirs.
+    /// Measures the seconds of a step through `stages` fake devices of known step time, minus their time.
     async fn own_seconds(&self, stages: u32) -> Result<f64> {
         let kind = DeviceKind::Fake { step: KNOWN, row: Duration::ZERO };
         let groups: Groups = (0..stages).map(|number| vec![DeviceName { kind, number }]).collect();
@@ -207,16 +212,16 @@ impl<'a> Bench<'a> {
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let (engine, _) = super::start(setup, self.tokenizer.clone(), factories).await?;
         let mut prompts = Prompts::new(&self.source, &self.tokenizer);
-        let mut least = f64::INFINITY;
+        let mut shortest = f64::INFINITY;
         for _ in 0..CALIBRATIONS {
             let sample = sample(&engine.intake, &test, &mut prompts).await?;
-            least = least.min(sample.seconds / sample.steps as f64);
+            shortest = shortest.min(sample.seconds / sample.steps as f64);
         }
         engine.stop();
-        Ok(least - (KNOWN * stages).as_secs_f64())
+        Ok(shortest - (KNOWN * stages).as_secs_f64())
     }
 
-    /// One sequence alone, then as many as there is room for.
+    /// Measures a partition with one sequence, then with full batches in all lanes.
     async fn measure(
         &self,
         way: &Way,
@@ -252,7 +257,7 @@ impl<'a> Bench<'a> {
         let (engine, built) = super::start(setup, self.tokenizer.clone(), factories).await?;
         report.built(config, &built);
         for test in tests {
-            // The first one warms up.
+            // The first run warms up.
             for number in 0..=repeat {
                 let sample = sample(&engine.intake, &test, &mut prompts).await?;
                 let row = report.partitions.last_mut().expect("it was pushed; anything else is a bug");
@@ -268,7 +273,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// The configuration with slots and cache for the tests.
+    /// Returns the configuration with slots, lanes and KV cache for the tests.
     fn sized(&self, device: &DeviceConfig, lanes: usize, tests: &[Test]) -> Result<Config> {
         let mut config = Config { device: device.clone(), ..self.config.clone() };
         let slots = self.tests.batch as usize * lanes;
@@ -279,7 +284,7 @@ impl<'a> Bench<'a> {
         Ok(config)
     }
 
-    /// With nothing measured yet.
+    /// Returns the report row of a partition, without samples.
     fn row(&self, way: &Way, setup: &EngineSetup, sequences: usize) -> PartitionRow {
         let load = Load { batch: self.tests.batch as usize, context: self.tokens / 2 + PROMPT, sequences };
         let predicted = self.tests.check_model.then(|| {
@@ -303,8 +308,8 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// As many simulated devices in the same groups, numbered anew: what they stand for may be of several kinds. They take no
-/// time yet.
+/// Replaces the devices by as many fake ones in the same groups, renumbered because the originals may be of
+/// several kinds. Their step time is zero.
 fn as_fakes(device: &DeviceConfig) -> DeviceConfig {
     let kind = DeviceKind::Fake { step: Duration::ZERO, row: Duration::ZERO };
     let mut numbers = 0..;
@@ -314,15 +319,16 @@ fn as_fakes(device: &DeviceConfig) -> DeviceConfig {
     DeviceConfig { groups: device.groups.iter().map(&mut stage).collect(), ..device.clone() }
 }
 
-/// Tells `hardware` how many seconds the engine takes for a step, and for a way that is slowed down to `link`. Those have the
-/// hand-over from thread to thread in them, so that what was known of it before does not count.
+/// Sets the measured overhead, in seconds: `turn` per step, and `hop` per hand-off between stages in addition
+/// to the latency of `link`. The measured hand-off includes the one between threads, so it replaces the
+/// earlier latency.
 fn calibrated(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
     hardware.turn_seconds = turn.max(0.0);
     hardware.between.latency = link.latency + hop.max(0.0);
 }
 
-/// So many sequences that begin together. Those of other lanes may be ahead of the one that begins last, so each goes on
-/// for twice as long.
+/// Returns a test of sequences that begin together. Sequences of other lanes may be ahead of the one that
+/// begins last, so each generates twice as many tokens.
 fn together(sequences: usize, tokens: usize) -> Test {
     Test {
         what: What::Fused { depth: PROMPT },
@@ -333,7 +339,7 @@ fn together(sequences: usize, tokens: usize) -> Test {
     }
 }
 
-/// Layers of one unit of work each, and nothing before or behind them.
+/// Returns a shape whose layers are one unit of work each, without embedding and head.
 fn equal_layers(source: &ModelSource) -> ModelShape {
     let shape = opened::shape(source, mainstem_kernels::QuantType::F16);
     let work = Part { stored: 1.0, read: 1.0, read_max: 1.0, sums: 2.0, ..Part::default() };
@@ -342,7 +348,7 @@ fn equal_layers(source: &ModelSource) -> ModelShape {
     ModelShape { vocab: 0, encoder: None, decoder: Some(decoder), tables: Vec::new(), ..shape }
 }
 
-/// Devices that need that time for a unit of work.
+/// Returns hardware whose devices take the time `layer` per unit of work.
 fn simulated(layer: Duration, link: Link) -> Hardware {
     let bandwidth = 1.0 / layer.as_secs_f64().max(1e-9);
     Hardware {
@@ -355,7 +361,8 @@ fn simulated(layer: Duration, link: Link) -> Hardware {
     }
 }
 
-/// This machine, as far as the model of speed is asked for it, with links as slow as they are made.
+/// Measures this machine, with the link options applied. Without predictions nothing is measured, and the
+/// speeds are arbitrary.
 fn machine(config: &Config, tests: &PartitionTests) -> Result<Hardware> {
     if !tests.check_model {
         return Ok(simulated(Duration::from_secs(1), tests.link()));
@@ -373,9 +380,9 @@ fn machine(config: &Config, tests: &PartitionTests) -> Result<Hardware> {
 mod tests {
     use super::*;
 
-    /// The hand-over of a thread is in the way that is measured: it counts once.
+    /// The measured hand-off includes the one between threads, so that it counts once.
     #[test]
-    fn the_way_between_stages_is_the_link_and_what_was_measured() {
+    fn the_latency_between_stages_is_the_link_plus_the_measured_hand_off() {
         let slow = Link { latency: 20e-3, bandwidth: 1e6 };
         let hand_over = Link { latency: 20e-3 + 11e-6, bandwidth: 1e6 };
         let mut hardware = simulated(KNOWN, slow);
@@ -383,7 +390,7 @@ mod tests {
         calibrated(&mut hardware, slow, 100e-6, 30e-6);
         assert_eq!(hardware.between, Link { latency: 20e-3 + 30e-6, ..slow });
         assert_eq!((hardware.within, hardware.turn_seconds), (hand_over, 100e-6));
-        // What is measured may come out below nothing.
+        // Measured overheads may be negative.
         calibrated(&mut hardware, slow, -1e-6, -1e-6);
         assert_eq!((hardware.between, hardware.turn_seconds), (slow, 0.0));
     }

@@ -1,37 +1,37 @@
-//! What was measured of each way to divide a model, in every form.
+//! Results of the partition benchmark, in all output formats.
 //!
-//! Invariant: only samples are stored; all forms show the same figures.
+//! Invariant: only samples are stored; all formats show the same values.
 
 use super::super::report::{Sample, Summary};
 use serde::Serialize;
 use std::fmt::Write;
 
-/// One way, with its samples.
+/// One partition with its samples.
 pub struct PartitionRow {
     pub strategy: &'static str,
-    /// As `--devices` says it.
+    /// Device groups in the format of `--devices`.
     pub devices: String,
-    /// Of each stage.
+    /// Layers per stage.
     pub layers: Vec<usize>,
     /// Steps in flight.
     pub lanes: usize,
-    /// That decode together.
+    /// Sequences that decode together.
     pub sequences: usize,
-    /// Of one sequence alone.
+    /// Samples of one sequence.
     pub decode: Vec<Sample>,
-    /// Of all of them.
+    /// Samples of all sequences together.
     pub throughput: Vec<Sample>,
     pub predicted: Option<Predicted>,
 }
 
-/// What the model of speed says, in tokens per second.
+/// The planner's prediction, in tokens per second.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Predicted {
     pub decode: f64,
     pub throughput: f64,
 }
 
-/// A row's figures, in tokens per second.
+/// The values of a row, in tokens per second.
 #[derive(Serialize)]
 pub struct PartitionFigures<'a> {
     pub partition: &'static str,
@@ -47,7 +47,7 @@ pub struct PartitionFigures<'a> {
 }
 
 impl PartitionRow {
-    /// `None` unless both were measured.
+    /// Computes the values of a row; `None` unless decode and throughput have samples.
     fn figures(&self) -> Option<PartitionFigures<'_>> {
         let speeds = |samples: &[Sample]| {
             let speeds = samples.iter().map(|sample| sample.tokens as f64 / sample.seconds);
@@ -68,7 +68,7 @@ impl PartitionRow {
     }
 }
 
-/// Of every row that was measured.
+/// Computes the values of all measured rows.
 pub fn figures(rows: &[PartitionRow]) -> Vec<PartitionFigures<'_>> {
     rows.iter().filter_map(PartitionRow::figures).collect()
 }
@@ -85,10 +85,10 @@ const HEAD: [&str; 9] = [
     "predicted throughput",
 ];
 
-/// Columns that are always there; the others are where something was predicted.
+/// Number of columns without predictions.
 const MEASURED: usize = 7;
 
-/// The rows below each other.
+/// Formats the rows as a text table.
 pub fn table(rows: &[PartitionRow]) -> String {
     let figures = figures(rows);
     let columns = if figures.iter().any(|row| row.predicted.is_some()) { HEAD.len() } else { MEASURED };
@@ -128,7 +128,7 @@ fn cells(row: &PartitionFigures) -> [String; HEAD.len()] {
 const CSV_HEAD: &str = "partition,devices,layers,lanes,sequences,samples,decode_min,decode_median,decode_max,\
                         throughput_min,throughput_median,throughput_max,predicted_decode,predicted_throughput";
 
-/// A line for each row.
+/// Formats the rows as CSV, with a header.
 pub fn csv(rows: &[PartitionRow]) -> String {
     let mut text = format!("{CSV_HEAD}\n");
     for row in figures(rows) {

@@ -1,34 +1,34 @@
-//! The conversation at a terminal: what the user types is a question or, behind a slash, a command.
+//! Chat at a terminal. An entry is a question or, after a slash, a command.
 //!
-//! Invariant: what is sent is what was said. An answer that was stopped or broke off counts as far as it
-//! came; one that has not begun replaces none.
+//! Invariant: each request contains the conversation as shown. The received part of an interrupted or failed
+//! answer is part of it; an answer without any text does not replace an earlier one.
 
 use super::client::{Client, Dialect, Dialog};
 use super::exchange::{self, Ending, Screen};
 use super::settings;
 use std::io;
 
-/// Where the user sits.
+/// Interactive input and output.
 pub trait Console: Screen {
     /// Waits for a line.
     fn read(&mut self, mark: Mark) -> io::Result<Input>;
 
-    /// Keeps an entry for the line editor's history.
+    /// Adds an entry to the line editor's history.
     fn remember(&mut self, entry: &str);
 
     /// Ends an answer's last line.
     fn end_answer(&mut self, text: &str) -> io::Result<()>;
 }
 
-/// What stands before a line.
+/// The prompt mark before an input line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mark {
     Question,
-    /// The line goes on where the one before ended with a backslash.
+    /// The line continues one that ended with a backslash.
     Continued,
 }
 
-/// What the user did.
+/// An input of the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
     Line(String),
@@ -38,7 +38,7 @@ pub enum Input {
     End,
 }
 
-/// A line behind a slash.
+/// A chat command, entered after a slash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Command {
     Help,
@@ -51,7 +51,7 @@ enum Command {
     Exit,
 }
 
-/// Whether the conversation goes on.
+/// Whether the chat continues with another line or ends.
 #[derive(PartialEq, Eq)]
 enum Next {
     Line,
@@ -60,22 +60,23 @@ enum Next {
 
 const HINT: &str = "Ctrl-D or /exit ends the chat";
 
-/// A conversation.
+/// An interactive chat.
 pub struct Chat<'a> {
     pub client: Client,
     pub dialog: Dialog,
     pub console: &'a mut dyn Console,
-    /// Tell after each answer how fast it came.
+    /// Whether to show token count and speed after each answer.
     pub stats: bool,
 }
 
 impl Chat<'_> {
-    /// Talks until the user ends it, or nobody is there any more.
+    /// Processes entries until the user ends the chat or the terminal is closed.
     pub async fn run(&mut self) -> io::Result<()> {
         while self.turn().await? == Next::Line {}
         Ok(())
     }
 
+    /// Reads one entry, and answers it or runs its command.
     async fn turn(&mut self) -> io::Result<Next> {
         let entry = match self.entry()? {
             Input::Line(entry) if entry.trim().is_empty() => return Ok(Next::Line),
@@ -98,7 +99,7 @@ impl Chat<'_> {
         Ok(Next::Line)
     }
 
-    /// A line and those that continue it.
+    /// Reads an entry: a line and the lines that continue it.
     fn entry(&mut self) -> io::Result<Input> {
         let mut lines = String::new();
         let mut mark = Mark::Question;
@@ -114,13 +115,13 @@ impl Chat<'_> {
         }
     }
 
-    /// Asks the last question.
+    /// Answers the last question.
     async fn answer(&mut self) -> io::Result<()> {
         let outcome = exchange::answer(&mut self.client, &self.dialog, self.console).await?;
         self.console.end_answer(&outcome.text)?;
         match outcome.ending {
             Ending::Complete => {}
-            Ending::Cut => self.console.note("(the answer has reached its limit of tokens)"),
+            Ending::Cut => self.console.note("(the answer reached its maximum number of tokens)"),
             Ending::Interrupted => self.console.note("(stopped)"),
             Ending::Failed(failure) => self.console.note(&format!("error: {failure}")),
         }
@@ -139,13 +140,15 @@ impl Chat<'_> {
             Command::Help => self.console.note(&help()),
             Command::Clear => {
                 self.dialog.turns.clear();
-                self.console.note("the conversation begins anew");
+                self.console.note("the conversation was cleared");
             }
             Command::System(_) if self.client.dialect == Dialect::Raw => {
-                self.console.note("without a chat template there is nothing to tell the model");
+                self.console.note("/system needs a model with a chat template");
             }
             Command::System(text) => self.dialog.system = text,
-            Command::Retry if self.dialog.turns.is_empty() => self.console.note("there is no question yet"),
+            Command::Retry if self.dialog.turns.is_empty() => {
+                self.console.note("there is no question to retry")
+            }
             Command::Retry => self.answer().await?,
             Command::Stats(on) => self.stats = on,
             Command::Settings => self.console.note(&self.client.settings.describe()),
@@ -161,7 +164,7 @@ impl Chat<'_> {
 }
 
 impl Command {
-    /// The command that `entry` is; `None` for a question. What looks like a command and is none is an error.
+    /// Parses a command; `None` for a question. An unknown command is an error.
     fn parse(entry: &str) -> Result<Option<Command>, String> {
         let Some(line) = entry.strip_prefix('/') else { return Ok(None) };
         let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -179,7 +182,7 @@ impl Command {
                 Some((name, value)) => {
                     Command::Set { name: name.to_string(), value: value.trim().to_string() }
                 }
-                None => return Err(format!("/set {pair} VALUE; 'default' takes a setting back")),
+                None => return Err(format!("usage: /set {pair} VALUE; 'default' resets it")),
             },
             ("exit" | "quit" | "bye", "") => Command::Exit,
             _ => return Err(format!("there is no command '{entry}'; /help lists them")),
@@ -189,12 +192,12 @@ impl Command {
 
 fn help() -> String {
     format!(
-        "/system TEXT     tell the model how to behave; without TEXT, no more\n\
+        "/system TEXT     set the system prompt; without TEXT, remove it\n\
          /retry           answer the last question again\n\
-         /clear           forget what was said\n\
-         /set NAME VALUE  {}; 'default' takes a setting back\n\
+         /clear           clear the conversation\n\
+         /set NAME VALUE  set {}; 'default' resets it\n\
          /set             show the settings\n\
-         /stats on|off    tell after each answer how fast it came\n\
+         /stats on|off    show token count and speed after each answer\n\
          /exit            or Ctrl-D: end the chat\n\
          Ctrl-C stops an answer. A backslash at the end of a line continues it on the next.\n\
          A line that begins with a space is never a command.",

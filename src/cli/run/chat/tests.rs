@@ -1,5 +1,5 @@
-//! Conversations from a script: what the user does and what the server answers, against what was sent and
-//! what was shown.
+//! Scripted conversations: given the user's input and the server's answers, the tests check the requests and
+//! the output.
 
 use super::super::client::{Chunk, Delivery};
 use super::super::settings::Settings;
@@ -15,11 +15,11 @@ use std::future::pending;
 use std::rc::Rc;
 use tokio::sync::Notify;
 
-/// What happens while an answer comes.
+/// An event while an answer arrives.
 #[derive(Clone)]
 enum Event {
     Text(&'static str),
-    /// The user presses Ctrl-C; the server would say more.
+    /// The user presses Ctrl-C before the server has finished.
     Interrupt,
     /// The server's last event and the end of the stream.
     Done(&'static str),
@@ -29,7 +29,7 @@ enum Event {
 }
 use Event::{Cut, Done, Interrupt, Text};
 
-/// What was asked: path and body.
+/// Requests that the server received: path and body.
 type Asked = Rc<RefCell<Vec<(String, Value)>>>;
 
 struct ScriptedServer {
@@ -113,7 +113,7 @@ impl Console for ScriptedUser {
     }
 }
 
-/// Holds a conversation to its end; gives what was asked and what the user saw.
+/// Runs a conversation to its end; returns the requests and the user's view.
 async fn talk(
     inputs: Vec<Input>,
     answers: Vec<Result<Vec<Event>, Failure>>,
@@ -160,11 +160,11 @@ async fn the_conversation_so_far_is_sent_with_each_question() {
     assert_eq!(asked.len(), 2, "empty lines are no questions");
     assert_eq!(asked[0].1["stream_options"], json!({"include_usage": true}));
     assert_eq!(user.shown, "Hello.\nBye.\n");
-    assert!(user.notes[0].contains("limit of tokens"), "{:?}", user.notes);
+    assert!(user.notes[0].contains("maximum number of tokens"), "{:?}", user.notes);
 }
 
 #[actix::test]
-async fn an_answer_that_was_stopped_counts_as_far_as_it_came() {
+async fn the_received_part_of_an_interrupted_answer_is_kept() {
     let answers = vec![Ok(vec![Text("Once "), Text("upon"), Interrupt]), Ok(vec![Text("ok"), Done("stop")])];
     let (asked, user) = talk(lines(&["A story", "Go on"]), answers).await;
     assert_eq!(messages(&asked[1]), ["user: A story", "assistant: Once upon", "user: Go on"]);
@@ -174,11 +174,11 @@ async fn an_answer_that_was_stopped_counts_as_far_as_it_came() {
     );
 }
 
-/// A model that reads sources is asked for completions, each of one line; any other refusal is one.
+/// An encoder-decoder gets completion requests, one per line; any other refusal is an error.
 #[actix::test]
-async fn a_model_that_does_not_chat_is_asked_in_its_own_way() {
+async fn an_encoder_decoder_gets_completion_requests() {
     let refusal = |right: &str| {
-        let message = format!("/v1/chat/completions is not for the model 'm': ask {right}");
+        let message = format!("/v1/chat/completions is not supported by the model 'm': use {right}");
         Failure::told(json!({"error": {"code": "wrong_endpoint", "message": message}}))
     };
     let answers = vec![
@@ -189,7 +189,7 @@ async fn a_model_that_does_not_chat_is_asked_in_its_own_way() {
     let (asked, user) = talk(lines(&["one", "two"]), answers).await;
     let asked: Vec<_> = asked[1..].iter().map(|(path, body)| (path.as_str(), &body["prompt"])).collect();
     assert_eq!(asked, [("/v1/completions", &json!("one")), ("/v1/completions", &json!("two"))]);
-    assert!(user.notes.len() == 1 && user.notes[0].contains("source"), "{:?}", user.notes);
+    assert!(user.notes.len() == 1 && user.notes[0].contains("encoder-decoder"), "{:?}", user.notes);
     assert_eq!(user.shown, "eins\nzwei\n");
 
     let (asked, user) = talk(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
@@ -207,8 +207,8 @@ async fn a_question_without_any_answer_is_not_repeated() {
         Ok(vec![Done("stop")]),
     ];
     let (asked, user) = talk(lines(&["one", "two", "three", "four", "five"]), answers).await;
-    let said = ["user: three", "assistant: half", "user: four", "assistant: less", "user: five"];
-    assert_eq!(messages(&asked[4]), said);
+    let expected = ["user: three", "assistant: half", "user: four", "assistant: less", "user: five"];
+    assert_eq!(messages(&asked[4]), expected);
     let errors = ["too long: 9 of 8 tokens", "the device failed", "the connection broke"];
     assert_eq!(user.notes[0], "(stopped)");
     assert_eq!(user.notes[1..], errors.map(|error| format!("error: {error}")));
@@ -236,7 +236,7 @@ async fn commands_change_what_is_sent() {
     ]);
     let answers = ["1", "1'", "2", "2'", "3", "4"].map(answer).into();
     let (asked, user) = talk(inputs, answers).await;
-    assert!(user.notes[0].contains("no question yet"));
+    assert!(user.notes[0].contains("no question to retry"));
     assert_eq!(messages(&asked[0]), ["system: Be brief.", "user: one"]);
     assert_eq!(messages(&asked[1]), messages(&asked[0]));
     assert_eq!(messages(&asked[2]), ["system: Be brief.", "user: one", "assistant: 1'", "user: two"]);
@@ -248,7 +248,7 @@ async fn commands_change_what_is_sent() {
     assert_eq!(asked.len(), 6, "nothing comes after /exit");
 }
 
-/// Whoever retries and gets nothing still has what was said before.
+/// A retry without an answer keeps the earlier answer.
 #[actix::test]
 async fn a_retry_without_an_answer_keeps_the_old_one() {
     let answers = vec![
@@ -264,7 +264,7 @@ async fn a_retry_without_an_answer_keeps_the_old_one() {
 }
 
 #[actix::test]
-async fn what_is_no_command_is_told_and_not_sent() {
+async fn an_unknown_command_is_reported_and_not_sent() {
     let inputs = lines(&[
         "/frobnicate",
         "/set heat 1",
@@ -305,7 +305,7 @@ async fn ctrl_c_at_the_prompt_hints_and_drops_what_was_begun() {
 }
 
 #[actix::test]
-async fn stats_are_told_when_wanted() {
+async fn stats_are_shown_if_enabled() {
     let answer = || Ok(vec![Text("a"), Done("stop")]);
     let inputs = lines(&["/stats on", "one", "/stats off", "two"]);
     let (_, user) = talk(inputs, vec![answer(), answer()]).await;

@@ -1,4 +1,4 @@
-//! What comes back of a sound file.
+//! Reading valid files.
 
 use super::*;
 
@@ -31,12 +31,12 @@ fn a_value_of_another_kind_is_an_error_by_file_and_key() {
     for (result, reason) in [
         (gguf.str("a.u8").map(drop), "key 'a.u8': 200 is not a string"),
         (gguf.str("gone").map(drop), "key 'gone': it is missing"),
-        (gguf.u32("a.u64").map(drop), "key 'a.u64': 1099511627776 is not a whole number of 32 bits"),
+        (gguf.u32("a.u64").map(drop), "key 'a.u64': 1099511627776 is not a non-negative 32-bit integer"),
         (gguf.u32("a.i8").map(drop), "key 'a.i8': -128 is not"),
-        (gguf.f32("a.u8").map(drop), "key 'a.u8': 200 is not a number in single"),
+        (gguf.f32("a.u8").map(drop), "key 'a.u8': 200 is not a floating-point number"),
         (gguf.bool("a.u8").map(drop), "key 'a.u8': 200 is not true or false"),
         (gguf.strings("a.i32s").map(drop), "key 'a.i32s': an array of 3 I32 is not an array of strings"),
-        (gguf.i32s("a.f32s").map(drop), "key 'a.f32s': an array of 2 F32 is not an array of whole"),
+        (gguf.i32s("a.f32s").map(drop), "key 'a.f32s': an array of 2 F32 is not an array of 32-bit integers"),
         (gguf.f32s("a.nested").map(drop), "key 'a.nested'"),
         (gguf.strings("a.bool").map(drop), "key 'a.bool': true is not an array"),
     ] {
@@ -94,7 +94,7 @@ fn types_that_cannot_be_computed_with_are_told_by_their_names() {
     }
 }
 
-/// A file of a vocabulary alone ends where its metadata does.
+/// A file that has only a vocabulary ends after its metadata.
 #[test]
 fn a_file_without_tensors_needs_no_data() {
     let made = Made { tensors: Vec::new(), ..Made::sample(3) };

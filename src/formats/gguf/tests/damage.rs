@@ -1,4 +1,4 @@
-//! What is refused, and that nothing else happens.
+//! Rejection of invalid files.
 
 use super::*;
 
@@ -7,21 +7,21 @@ fn other_formats_are_refused_by_name() {
     let whole = Made::sample(3).bytes();
     let begins = |bytes: &[u8]| [bytes, &whole[bytes.len()..]].concat();
     for (bytes, reason) in [
-        (begins(b"lmgg"), "a file of the ggml format, which GGUF has replaced: convert"),
-        (begins(b"fmgg"), "a file of the ggmf format"),
-        (begins(b"tjgg"), "a file of the ggjt format"),
-        (begins(b"\x80\0\0\0"), "no GGUF file: it begins with \\x80\\x00\\x00\\x00"),
+        (begins(b"lmgg"), "a file in the obsolete ggml format: convert the model to GGUF"),
+        (begins(b"fmgg"), "a file in the obsolete ggmf format"),
+        (begins(b"tjgg"), "a file in the obsolete ggjt format"),
+        (begins(b"\x80\0\0\0"), "not a GGUF file: it begins with \\x80\\x00\\x00\\x00"),
         (begins(b"GGUF\0\0\0\x03"), "a big-endian GGUF file"),
         (begins(b"GGUF\0\0\0\x01"), "a big-endian GGUF file"),
-        (begins(b"GGUF\0\0\0\0"), "GGUF version 0 is not known"),
-        (begins(b"GGUF\x04\0\0\0"), "GGUF version 4 is not known"),
+        (begins(b"GGUF\0\0\0\0"), "GGUF version 0 is not supported"),
+        (begins(b"GGUF\x04\0\0\0"), "GGUF version 4 is not supported"),
     ] {
         let error = refusal(&bytes);
         assert!(error.contains(reason), "{error}\nexpected: {reason}");
     }
 }
 
-/// Counts and lengths far beyond the file: refused before anything is made for them.
+/// Counts and lengths far beyond the file's size are rejected before memory is allocated for them.
 #[test]
 fn hostile_counts_are_refused() {
     for version in 1..=3 {
@@ -43,9 +43,9 @@ fn hostile_counts_are_refused() {
             (entry(array(version, 8, huge / 16, &[])), "key 'h': truncated"),
             (entry(array(version, 12, huge / 8, &[])), "key 'h': truncated"),
             (entry(array(version, 9, huge / 16, &[])), "key 'h': truncated"),
-            (entry(nested(version, 5)), "key 'h': arrays within arrays, more than 4 deep"),
-            (entry(nested(version, 300)), "key 'h': arrays within arrays"),
-            (entry(tagged(13, &[0])), "key 'h': there is no type of value 13"),
+            (entry(nested(version, 5)), "key 'h': arrays are nested more than 4 deep"),
+            (entry(nested(version, 300)), "key 'h': arrays are nested"),
+            (entry(tagged(13, &[0])), "key 'h': unknown value type 13"),
             (entry(tagged(7, &[2])), "key 'h': 2 is neither true (1) nor false (0)"),
             (entry(array(version, 7, 1, &[9])), "key 'h': 9 is neither"),
         ] {
@@ -63,26 +63,26 @@ fn tensors_that_cannot_be_are_refused_by_name() {
         |value: Vec<u8>| Made::sample(3).with(|made| made.entries.push(("general.alignment", value)));
     for (bytes, reason) in [
         (made(|m| m.tensors[1].0 = "m"), "tensor 'm': it is described twice"),
-        (made(|m| m.entries[1].0 = "a.i8"), "key 'a.i8': it is there twice"),
-        (made(|m| m.tensors[0].1 = vec![1; 5]), "tensor 'm': 5 dimensions, more than 4"),
+        (made(|m| m.entries[1].0 = "a.i8"), "key 'a.i8': it appears twice"),
+        (made(|m| m.tensors[0].1 = vec![1; 5]), "tensor 'm': it has 5 dimensions, more than 4"),
         (
             made(|m| m.tensors[0].1 = vec![u64::MAX, 2]),
             "tensor 'm': shape [2, 18446744073709551615] of f32 is too",
         ),
         (made(|m| m.tensors[0].1 = vec![1 << 62]), "tensor 'm': shape"),
-        (made(|m| m.tensors[0].1 = vec![3, 0]), "tensor 'm': shape [0, 3]: it has no numbers"),
+        (made(|m| m.tensors[0].1 = vec![3, 0]), "tensor 'm': shape [0, 3] has no elements"),
         (made(|m| m.tensors[0].1 = vec![17]), "truncated: tensor 'm': 68 bytes from"),
-        (made(|m| m.tensors[0].3 = 1 << 20), "truncated: tensor 'm': it begins 1048576 bytes into the data"),
-        (made(|m| m.tensors[0].3 = u64::MAX - 31), "truncated: tensor 'm': it begins"),
         (
-            made(|m| m.tensors[0].3 = 132),
-            "tensor 'm': its offset 132 is no multiple of the alignment, which is 32",
+            made(|m| m.tensors[0].3 = 1 << 20),
+            "truncated: tensor 'm': its offset 1048576 in the data is beyond",
         ),
+        (made(|m| m.tensors[0].3 = u64::MAX - 31), "truncated: tensor 'm': its offset"),
+        (made(|m| m.tensors[0].3 = 132), "tensor 'm': its offset 132 is not a multiple of the alignment 32"),
         (made(|m| m.tensors[0].3 = 64), "inside the tensor '"),
         (made(|m| m.tensors[0].3 = 96), "tensor 'm': it begins at"),
         (
             made(|m| m.tensors[1].1 = vec![16, 2]),
-            "tensor 'q': rows of 16 numbers are no whole number of q8_0",
+            "tensor 'q': rows of 16 elements are not a whole number of q8_0",
         ),
         (
             made(|m| {
@@ -90,16 +90,19 @@ fn tensors_that_cannot_be_are_refused_by_name() {
             }),
             "the tensor name",
         ),
-        (alignment(tagged(4, &0u32.to_le_bytes())), "key 'general.alignment': 0 is no power of two"),
-        (alignment(tagged(4, &48u32.to_le_bytes())), "key 'general.alignment': 48 is no power of two"),
+        (alignment(tagged(4, &0u32.to_le_bytes())), "key 'general.alignment': 0 is not a power of two"),
+        (alignment(tagged(4, &48u32.to_le_bytes())), "key 'general.alignment': 48 is not a power of two"),
         (
             alignment(tagged(4, &(1u32 << 31).to_le_bytes())),
-            "key 'general.alignment': 2147483648 is no power",
+            "key 'general.alignment': 2147483648 is not a power",
         ),
-        (alignment(text(3, "32")), "key 'general.alignment': a string is no whole number"),
-        (alignment(tagged(5, &(-32i32).to_le_bytes())), "key 'general.alignment': -32 is no whole number"),
-        (made(|m| (m.tensors[0].2, m.tensors[0].3) = (99, 192)), "and no bytes are left for it"),
-        (made(|m| (m.tensors[0].2, m.tensors[0].3) = (99, 64)), "and no bytes are left for it"),
+        (alignment(text(3, "32")), "key 'general.alignment': a string is not a non-negative integer"),
+        (
+            alignment(tagged(5, &(-32i32).to_le_bytes())),
+            "key 'general.alignment': -32 is not a non-negative integer",
+        ),
+        (made(|m| (m.tensors[0].2, m.tensors[0].3) = (99, 192)), "which leaves no bytes for it"),
+        (made(|m| (m.tensors[0].2, m.tensors[0].3) = (99, 64)), "which leaves no bytes for it"),
     ] {
         let error = refusal(&bytes);
         assert!(error.contains(reason), "{error}\nexpected: {reason}");
@@ -111,7 +114,7 @@ fn a_file_cut_anywhere_is_refused() {
     for version in 1..=3 {
         let made = Made::sample(version);
         let whole = made.bytes();
-        // The last tensor ends before the file does.
+        // The file is longer than its last tensor needs.
         let needed = whole.len() - (192 - 128 - 24);
         assert!(Head::read(&whole[..needed]).is_ok());
         for end in 0..needed {
@@ -121,7 +124,7 @@ fn a_file_cut_anywhere_is_refused() {
     }
 }
 
-/// Whatever was read lies in the file, apart from each other, and can be looked up.
+/// Checks that the tensors lie inside the file, without overlaps, and have the bytes their shapes need.
 fn check_sound(bytes: &[u8], head: &Head) {
     let mut taken: Vec<_> = head.tensors.iter().map(|tensor| tensor.bytes.clone()).collect();
     taken.sort_by_key(|range| (range.start, range.end));
@@ -148,7 +151,7 @@ fn no_random_damage_makes_it_panic_or_read_outside() {
         let Ok(head) = Head::read(&bytes) else { continue };
         check_sound(&bytes, &head);
         sound += 1;
-        // Lookups go through a file; every so often is enough.
+        // Lookups need a file on disk, so only some rounds check them.
         if round % 50 == 0
             && let Ok((_, gguf)) = Checkpoint::open_gguf(&folder.write("model.gguf", &bytes))
         {
@@ -158,5 +161,5 @@ fn no_random_damage_makes_it_panic_or_read_outside() {
             }
         }
     }
-    assert!(sound > 1000, "damage to data and values leaves a file sound: {sound}");
+    assert!(sound > 1000, "too few damaged files are still valid: {sound}");
 }

@@ -1,4 +1,4 @@
-//! Whole files, made byte by byte from the format's description.
+//! Tests on whole files, built byte by byte from the format's description.
 
 mod contents;
 
@@ -12,7 +12,7 @@ use crate::testing::Scratch;
 use mainstem_kernels::QuantType;
 use mainstem_kernels::random::philox;
 
-/// A file to be. Values are given with their types' ids before them.
+/// A GGUF file to be written. Each value is preceded by the id of its type.
 #[derive(Clone)]
 struct Made {
     version: u32,
@@ -24,7 +24,7 @@ struct Made {
 }
 
 impl Made {
-    /// Two matrices and a vector, the last of them first in the data, with a hole between.
+    /// Two matrices and a vector, in reverse order in the data, with gaps between them.
     fn sample(version: u32) -> Made {
         let mut data = vec![0; 192];
         data[..6].copy_from_slice(&[1, 0, 2, 0, 3, 0]);
@@ -107,7 +107,7 @@ fn array(version: u32, ty: u32, len: u64, elements: &[u8]) -> Vec<u8> {
     tagged(9, &[tagged(ty, &size(version, len)), elements.to_vec()].concat())
 }
 
-/// Arrays within each other, around one byte.
+/// Nested arrays around one byte.
 fn nested(version: u32, depth: usize) -> Vec<u8> {
     let innermost = array(version, 0, 1, &[5]);
     (1..depth).fold(innermost, |inner, _| array(version, 9, 1, &inner[4..]))

@@ -1,8 +1,8 @@
-//! Models in several files, and which files are meant.
+//! Models split into several files, and the detection of GGUF files.
 
 use super::*;
 
-/// A model in three files of a tensor each.
+/// Creates a model of three files with one tensor each.
 fn split(edit: impl Fn(usize, &mut Made)) -> Scratch {
     let folder = Scratch::new();
     for (number, name) in ["x", "y", "z"].into_iter().enumerate() {
@@ -63,11 +63,11 @@ fn files_that_do_not_belong_together_are_refused() {
         }
     };
     let error = refused(&split(swapped));
-    assert!(error.contains("m-00003-of-00003.gguf: key 'split.no': it is number 1 of 3"), "{error}");
+    assert!(error.contains("m-00003-of-00003.gguf: key 'split.no': it is 1 of 3 (from 0), but"), "{error}");
     let error = refused(&split(|_, made| made.tensors[0].0 = "x"));
-    assert!(error.contains("m-00002-of-00003.gguf: tensor 'x': another file has it too"), "{error}");
+    assert!(error.contains("m-00002-of-00003.gguf: tensor 'x': it is also in another file"), "{error}");
     let error = refused(&split(|_, made| made.entries[2].1 = tagged(5, &4i32.to_le_bytes())));
-    assert!(error.contains("key 'split.tensors.count': it says 4, but there are 3"), "{error}");
+    assert!(error.contains("key 'split.tensors.count': it is 4, but the files have 3 tensors"), "{error}");
 
     let folder = split(|_, _| {});
     let renamed = folder.path().join("model.gguf");
@@ -75,7 +75,7 @@ fn files_that_do_not_belong_together_are_refused() {
     let error = format!("{:#}", Checkpoint::open_gguf(&renamed).unwrap_err());
     assert!(error.contains("key 'split.count'") && error.contains("NAME-00001-of-00003.gguf"), "{error}");
     let error = format!("{:#}", Gguf::in_folder(folder.path()).unwrap_err());
-    assert!(error.contains("name one: m-00001-of-00003.gguf, model.gguf"), "{error}");
+    assert!(error.contains("name one of the files: m-00001-of-00003.gguf, model.gguf"), "{error}");
 }
 
 #[test]

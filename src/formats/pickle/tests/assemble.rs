@@ -1,14 +1,13 @@
-//! Pickles and archives put together by hand, for tests.
+//! Pickles and archives assembled by hand, for tests.
 //!
-//! Invariant: nothing is checked or derived here, so that what is wrong can be written as easily as what is
-//! right.
+//! Invariant: nothing is checked or derived here, so that invalid data is as easy to write as valid data.
 
-/// `module.name`, by the opcode of the older protocols.
+/// `module.name`, with the opcode of the older protocols.
 pub(in super::super) fn global(module: &str, name: &str) -> Vec<u8> {
     format!("c{module}\n{name}\n").into_bytes()
 }
 
-/// The same by the opcode of the newer ones.
+/// `module.name`, with the opcode of the newer protocols.
 pub(in super::super) fn stack_global(module: &str, name: &str) -> Vec<u8> {
     [text(module), text(name), b"\x93".to_vec()].concat()
 }
@@ -45,7 +44,7 @@ pub(in super::super) fn storage(class: &str, key: &str, count: i128) -> Vec<u8> 
     [tuple(&id), b"Q".to_vec()].concat()
 }
 
-/// A tensor as every state dict since PyTorch 0.4 has it.
+/// A tensor as in every state dict since PyTorch 0.4.
 pub(in super::super) fn tensor(storage: Vec<u8>, offset: i128, sizes: &[i128], strides: &[i128]) -> Vec<u8> {
     let numbers = |numbers: &[i128]| tuple(&numbers.iter().map(|number| int(*number)).collect::<Vec<_>>());
     let hooks = call(global("collections", "OrderedDict"), &[]);
@@ -53,7 +52,7 @@ pub(in super::super) fn tensor(storage: Vec<u8>, offset: i128, sizes: &[i128], s
     call(global("torch._utils", "_rebuild_tensor_v2"), &args)
 }
 
-/// Two f32 numbers, of the storage "0".
+/// A tensor of two F32 elements in the storage "0".
 pub(in super::super) fn good_tensor() -> Vec<u8> {
     tensor(storage("FloatStorage", "0", 2), 0, &[2], &[1])
 }
@@ -61,28 +60,28 @@ pub(in super::super) fn good_tensor() -> Vec<u8> {
 /// The bytes of the storage "0".
 pub(in super::super) const GOOD_STORAGE: [u8; 8] = [0, 0, 128, 63, 0, 0, 0, 64];
 
-/// A whole pickle that makes `value`.
+/// A complete pickle whose result is `value`.
 pub(in super::super) fn pickle(value: &[u8]) -> Vec<u8> {
     [b"\x80\x02", value, b"."].concat()
 }
 
-/// A PyTorch archive of that pickle and one good storage.
+/// A PyTorch archive with the pickle of `value` and one valid storage.
 pub(in super::super) fn archive(value: &[u8]) -> Vec<u8> {
     let [pickle, storage] =
         [Member::new("a/data.pkl", &pickle(value)), Member::new("a/data/0", &GOOD_STORAGE)];
     zip(&[pickle, storage])
 }
 
-/// A member of a zip archive; sizes and offsets are right unless they are set.
+/// A member of a zip archive; sizes and offsets are correct unless they are set.
 #[derive(Clone)]
 pub(in super::super) struct Member {
     pub(in super::super) name: String,
     pub(in super::super) data: Vec<u8>,
     pub(in super::super) method: u16,
     pub(in super::super) flags: u16,
-    /// What its own header says instead of `name`.
+    /// Name in the member's own header, if it differs from `name`.
     pub(in super::super) header_name: Option<String>,
-    /// What the directory says.
+    /// Overrides of the sizes and the offset in the directory.
     pub(in super::super) stored: Option<u32>,
     pub(in super::super) meant: Option<u32>,
     pub(in super::super) offset: Option<u32>,
@@ -122,7 +121,7 @@ impl Member {
     }
 }
 
-/// A zip archive of these members in order.
+/// A zip archive of these members, in order.
 pub(in super::super) fn zip(members: &[Member]) -> Vec<u8> {
     let (mut bytes, mut directory) = (Vec::new(), Vec::new());
     for member in members {

@@ -1,4 +1,4 @@
-//! Files that something happened to.
+//! Damaged files.
 
 use super::assemble::*;
 use super::{content, opened, refusal};
@@ -18,7 +18,7 @@ fn files_cut_off_anywhere_or_with_anything_after_them_are_refused() {
     }
 }
 
-/// What survives is checked by `opened`: every tensor lies inside the file, as large as its shape says.
+/// `opened` checks the rest: every tensor lies inside the file and has the size its shape implies.
 #[test]
 fn no_random_damage_makes_it_panic_or_read_outside() {
     for file in FILES {
@@ -37,7 +37,7 @@ fn no_random_damage_makes_it_panic_or_read_outside() {
     }
 }
 
-/// The archive of a good model, one of whose members is edited.
+/// The archive of a valid model with one edited member.
 fn edited(name: &str, edit: impl FnOnce(&mut Member)) -> Vec<u8> {
     let value = dict(&[("a", good_tensor())]);
     let mut members = [
@@ -61,23 +61,26 @@ fn an_archive_that_is_not_as_pytorch_writes_it_is_refused_by_member() {
         (edited("a/data.pkl", |it| it.method = 8), "member 'a/data.pkl': it is compressed"),
         (edited("a/version", |it| it.method = 12), "member 'a/version': it is compressed"),
         (storage(|it| it.flags = 1), "member 'a/data/0': it is encrypted"),
-        (storage(|it| it.stored = Some(6)), "member 'a/data/0': it is stored in 6 bytes, and is of 8"),
+        (
+            storage(|it| it.stored = Some(6)),
+            "member 'a/data/0': it is stored in 6 bytes, but has a size of 8",
+        ),
         (storage(|it| it.meant = Some(u32::MAX - 1)), "member 'a/data/0': it is stored in 8 bytes"),
         (storage(|it| (it.stored, it.meant) = (Some(1 << 30), Some(1 << 30))), "'a/data/0': truncated"),
-        (storage(|it| it.offset = Some(1 << 30)), "member 'a/data/0': truncated, or no header"),
-        (storage(|it| it.offset = Some(7)), "member 'a/data/0': truncated, or no header"),
-        (storage(|it| it.offset = Some(0)), "its header has another name than the directory"),
-        (storage(|it| it.header_name = Some("a/data/1".to_owned())), "its header has another name"),
-        (storage(|it| (it.stored, it.meant) = (Some(50), Some(50))), "inside what begins at"),
+        (storage(|it| it.offset = Some(1 << 30)), "member 'a/data/0': truncated, or its header"),
+        (storage(|it| it.offset = Some(7)), "member 'a/data/0': truncated, or its header"),
+        (storage(|it| it.offset = Some(0)), "its header and the directory disagree about its name"),
+        (storage(|it| it.header_name = Some("a/data/1".to_owned())), "its header and the directory disagree"),
+        (storage(|it| (it.stored, it.meant) = (Some(50), Some(50))), "beyond the start of the next at"),
         (
             storage(|it| (it.stored, it.meant) = (Some(4), Some(4))),
-            "storage '0' has 4 bytes in the file, and 8",
+            "storage '0' has 4 bytes in the file, but 8",
         ),
-        (renamed("a/version", "a/data/0"), "member 'a/data/0': it is there twice"),
-        (renamed("a/version", "b/data.pkl"), "a/data.pkl and b/data.pkl are both there"),
+        (renamed("a/version", "a/data/0"), "member 'a/data/0': it appears twice"),
+        (renamed("a/version", "b/data.pkl"), "it has both a/data.pkl and b/data.pkl"),
         (renamed("a/data.pkl", "a/b/data.pkl"), "a zip archive without a data.pkl"),
         (renamed("a/data/0", "b/data/0"), "its storage '0' is not in the file"),
-        (edited("a/byteorder", |it| it.data = b"big".to_vec()), "a/byteorder does not say 'little'"),
+        (edited("a/byteorder", |it| it.data = b"big".to_vec()), "a/byteorder is not 'little'"),
         (edited("a/data.pkl", |it| it.data.push(b'N')), "its pickle ends at"),
     ];
     for (bytes, reason) in cases {
@@ -91,10 +94,10 @@ fn other_files_of_the_same_name_are_told_apart() {
     let mut tar = vec![0; 1024];
     tar[257..262].copy_from_slice(b"ustar");
     let cases = [
-        (tar, "a tar archive: PyTorch's first format is not supported"),
+        (tar, "a tar archive: this old PyTorch format is not supported"),
         (zip(&[Member::new("word/document.xml", b"<a/>")]), "a zip archive without a data.pkl"),
-        (pickle(&dict(&[("a", int(1))])), "no PyTorch checkpoint: neither a zip archive nor a stream"),
-        (b"version https://git-lfs.github.com/spec/v1\n".to_vec(), "byte 0x76 is no opcode"),
+        (pickle(&dict(&[("a", int(1))])), "not a PyTorch checkpoint: neither a zip archive nor a stream"),
+        (b"version https://git-lfs.github.com/spec/v1\n".to_vec(), "byte 0x76 is not an opcode"),
         (Vec::new(), "truncated"),
     ];
     for (bytes, reason) in cases {
@@ -103,7 +106,7 @@ fn other_files_of_the_same_name_are_told_apart() {
     }
 }
 
-/// A stream of one tensor, made of its parts.
+/// A stream with one tensor; `edit` changes its parts.
 fn stream(edit: impl FnOnce(&mut [Vec<u8>; 6])) -> Vec<u8> {
     let view = tuple(&[text("1"), int(1), int(2)]);
     let id = [text("storage"), global("torch", "FloatStorage"), text("0"), text("cpu"), int(4), view];
@@ -138,20 +141,23 @@ fn a_stream_that_does_not_fit_together_is_refused() {
     let cases = [
         (stream(|it| it[0] = pickle(&int(7))), "neither a zip archive nor a stream"),
         (stream(|it| it[1] = pickle(&int(1000))), "the stream's protocol is not 1001"),
-        (stream(|it| it[2] = little(b"\x89")), "does not say that its numbers are little-endian"),
-        (stream(|it| it[2] = pickle(&int(1))), "does not say that its numbers are little-endian"),
-        (stream(|it| it[3] = view(3, 2)), "storage '0': a view of 2 numbers from 3 on leaves its 16 bytes"),
-        (stream(|it| it[3] = view(i128::from(u64::MAX), 1)), "storage '0': a view of 1 numbers from"),
-        (stream(|it| it[3] = view(-1, 2)), "-1 is no size"),
-        (stream(|it| it[3] = view(1, 1)), "leaves the 4 bytes of storage '0'"),
-        (stream(|it| it[4] = keys(&["1"])), "storage '1': the object has none of it"),
-        (stream(|it| it[4] = keys(&[])), "oversized: the last storage ends at"),
+        (stream(|it| it[2] = little(b"\x89")), "does not declare its byte order as little-endian"),
+        (stream(|it| it[2] = pickle(&int(1))), "does not declare its byte order as little-endian"),
+        (
+            stream(|it| it[3] = view(3, 2)),
+            "storage '0': a view of 2 elements from element 3 exceeds its 16 bytes",
+        ),
+        (stream(|it| it[3] = view(i128::from(u64::MAX), 1)), "storage '0': a view of 1 elements from"),
+        (stream(|it| it[3] = view(-1, 2)), "-1 is not a valid size"),
+        (stream(|it| it[3] = view(1, 1)), "exceeds the 4 bytes of storage '0'"),
+        (stream(|it| it[4] = keys(&["1"])), "storage '1': the object does not use it"),
+        (stream(|it| it[4] = keys(&[])), "oversized: the last storage ends at byte"),
         (stream(|it| it[4] = keys(&["0", "0"])), "truncated"),
-        (stream(|it| it[4] = pickle(&list(&[int(0)]))), "an integer is a storage's key"),
-        (stream(|it| it[4] = pickle(&text("0"))), "a string where the list of keys should be"),
-        (stream(|it| it[5][0] = 5), "truncated: storage '0' of 5 numbers"),
-        (stream(|it| it[5][..8].fill(0xff)), "truncated: storage '0' of 18446744073709551615 numbers"),
-        (stream(|it| it[5] = vec![0; 8]), "its storage '0' has 0 bytes in the file, and 16 by the pickle"),
+        (stream(|it| it[4] = pickle(&list(&[int(0)]))), "an integer is used as a storage key"),
+        (stream(|it| it[4] = pickle(&text("0"))), "expected the list of storage keys, found a string"),
+        (stream(|it| it[5][0] = 5), "truncated: storage '0' has 5 elements"),
+        (stream(|it| it[5][..8].fill(0xff)), "truncated: storage '0' has 18446744073709551615 elements"),
+        (stream(|it| it[5] = vec![0; 8]), "its storage '0' has 0 bytes in the file, but 16 in the pickle"),
     ];
     for (bytes, reason) in cases {
         let error = refusal(&bytes);
@@ -161,5 +167,5 @@ fn a_stream_that_does_not_fit_together_is_refused() {
         it[4] = keys(&["0", "0"]);
         it[5] = it[5].repeat(2);
     });
-    assert!(refusal(&twice).contains("storage '0': it is there twice"));
+    assert!(refusal(&twice).contains("storage '0': it appears twice"));
 }

@@ -1,12 +1,12 @@
-//! Files that want something done, or that want to be too much.
+//! Malicious files: attempts to run code or to exhaust resources.
 //!
-//! Invariant: each is refused for what it is, by name, or does no harm; and nothing of it has happened.
+//! Invariant: each is rejected with a specific error or is harmless, and has no side effect.
 
 use super::assemble::*;
 use super::{opened, refusal, value_refusal};
 use crate::testing::Scratch;
 
-/// Names that run something, fetch something, or make what does.
+/// Python names that run or fetch something, or create objects that do.
 const OUTSIDE: [(&str, &str); 44] = [
     ("os", "system"),
     ("posix", "system"),
@@ -69,15 +69,16 @@ fn names_that_lead_outside_are_refused_by_name_and_nothing_is_done() {
             let dropped = [called.clone(), b"0".to_vec(), dict(&[("a", good_tensor())])];
             for value in [callable, called, beside, as_name, in_attributes.concat(), dropped.concat()] {
                 let error = value_refusal(&value);
-                let asked = format!("the pickle asks for {module}.{name}: only collections.OrderedDict, ");
-                assert!(error.contains(&asked), "{error}");
+                let expected =
+                    format!("the pickle references {module}.{name}: only collections.OrderedDict, ");
+                assert!(error.contains(&expected), "{error}");
             }
         }
     }
     assert!(!trace.exists());
 }
 
-/// A dotted name is a path through attributes in protocol 4; here it is one name, and none that is known.
+/// In protocol 4, a dotted name is a path through attributes; here it is a single name, and unknown.
 #[test]
 fn no_path_leads_through_a_known_module_or_name() {
     let paths = [
@@ -94,7 +95,7 @@ fn no_path_leads_through_a_known_module_or_name() {
     ];
     for (module, name) in paths {
         let error = value_refusal(&dict(&[("a", good_tensor()), ("b", stack_global(module, name))]));
-        assert!(error.contains(&format!("the pickle asks for {module}.{name}: only")), "{error}");
+        assert!(error.contains(&format!("the pickle references {module}.{name}: only")), "{error}");
     }
     let long = "x".repeat(1 << 20);
     assert!(value_refusal(&stack_global(&long, &long)).len() < 1000);
@@ -104,21 +105,21 @@ fn no_path_leads_through_a_known_module_or_name() {
 fn opcodes_that_make_or_fetch_objects_are_refused_by_name() {
     let cases: [(&[u8], &str); 16] = [
         (b"(X\x02\0\0\0idios\nsystem\n", "the opcode INST"),
-        (b"(cos\nsystem\nX\x02\0\0\0ido", "the pickle asks for os.system"),
+        (b"(cos\nsystem\nX\x02\0\0\0ido", "the pickle references os.system"),
         (b"(ccollections\nOrderedDict\no", "the opcode OBJ"),
-        (b"ccollections\nOrderedDict\n)\x81", "the opcode NEWOBJ:"),
+        (b"ccollections\nOrderedDict\n)\x81", "the opcode NEWOBJ is"),
         (b"ccollections\nOrderedDict\n)}\x92", "the opcode NEWOBJ_EX"),
         (b"\x82\x01", "the opcode EXT1"),
         (b"\x83\x01\0", "the opcode EXT2"),
         (b"\x84\x01\0\0\0", "the opcode EXT4"),
         (b"P('storage', <class 'torch.FloatStorage'>, '0', 'cpu', 2)\n", "the opcode PERSID"),
-        (b"X\x06\0\0\0moduleQ", "it refers to something outside that is no storage"),
-        (b"(X\x06\0\0\0modulecos\nsystem\ntQ", "the pickle asks for os.system"),
-        (b"(X\x06\0\0\0moduleNNNtQ", "it refers to something outside that is no storage"),
-        (b"c__main__\nx\n", "the pickle asks for __main__.x"),
+        (b"X\x06\0\0\0moduleQ", "it has a persistent id that is not a storage"),
+        (b"(X\x06\0\0\0modulecos\nsystem\ntQ", "the pickle references os.system"),
+        (b"(X\x06\0\0\0moduleNNNtQ", "it has a persistent id that is not a storage"),
+        (b"c__main__\nx\n", "the pickle references __main__.x"),
         (b"\x97", "the opcode NEXT_BUFFER"),
         (b"S'a'\n", "the opcode STRING"),
-        (b"\xff", "byte 0xff is no opcode"),
+        (b"\xff", "byte 0xff is not an opcode"),
     ];
     for (value, reason) in cases {
         let error = value_refusal(value);
@@ -135,38 +136,41 @@ fn only_known_constructors_are_called_and_only_as_pytorch_does() {
     let negated = [&parts()[..], &[b"\x89".to_vec(), hooks(), dict(&[("neg", b"\x88".to_vec())])]].concat();
     let reduce_list = [ordered(), list(&[]), b"R".to_vec()].concat();
     let cases = [
-        (call(call(ordered(), &[]), &[]), "it calls a dict, and only known constructors may be called"),
-        (call(good_tensor(), &[]), "it calls a tensor, and"),
-        (call(text("os.system"), &[text("id")]), "it calls a string, and"),
+        (call(call(ordered(), &[]), &[]), "it calls a dict, but only known constructors may be called"),
+        (call(good_tensor(), &[]), "it calls a tensor, but"),
+        (call(text("os.system"), &[text("id")]), "it calls a string, but"),
         (
             call(global("torch", "FloatStorage"), &[int(1 << 40)]),
-            "calls torch.FloatStorage with other arguments",
+            "calls torch.FloatStorage with arguments that",
         ),
         (
             call(global("torch.storage", "UntypedStorage"), &[int(8)]),
             "calls torch.storage.UntypedStorage with",
         ),
-        (call(global("torch", "float32"), &[]), "it calls torch.float32 with other arguments"),
-        (call(global("torch", "Size"), &[int(2)]), "it calls torch.Size with other arguments"),
-        (call(ordered(), &[int(2)]), "it calls collections.OrderedDict with other arguments"),
-        (call(ordered(), &[list(&[int(2)])]), "it makes an OrderedDict of other than pairs"),
-        (reduce_list, "it calls collections.OrderedDict with a list for arguments"),
-        (call(rebuild("_rebuild_tensor"), &parts()[..3]), "it calls torch._utils._rebuild_tensor with other"),
+        (call(global("torch", "float32"), &[]), "it calls torch.float32 with arguments that"),
+        (call(global("torch", "Size"), &[int(2)]), "it calls torch.Size with arguments that"),
+        (call(ordered(), &[int(2)]), "it calls collections.OrderedDict with arguments that"),
+        (call(ordered(), &[list(&[int(2)])]), "it creates an OrderedDict from items that are not pairs"),
+        (reduce_list, "it calls collections.OrderedDict with a list as arguments"),
+        (
+            call(rebuild("_rebuild_tensor"), &parts()[..3]),
+            "it calls torch._utils._rebuild_tensor with arguments",
+        ),
         (
             call(rebuild("_rebuild_tensor_v2"), &parts()),
-            "it calls torch._utils._rebuild_tensor_v2 with other",
+            "it calls torch._utils._rebuild_tensor_v2 with arguments",
         ),
         (
             call(rebuild("_rebuild_tensor_v2"), &negated),
-            "it calls torch._utils._rebuild_tensor_v2 with other",
+            "it calls torch._utils._rebuild_tensor_v2 with arguments",
         ),
         (
             call(rebuild("_rebuild_tensor_v3"), &negated),
-            "it calls torch._utils._rebuild_tensor_v3 with other",
+            "it calls torch._utils._rebuild_tensor_v3 with arguments",
         ),
         (
             call(rebuild("_rebuild_parameter"), &[int(1), b"\x88".to_vec(), hooks()]),
-            "_rebuild_parameter with other",
+            "_rebuild_parameter with arguments",
         ),
         ([good_tensor(), dict(&[]), b"b".to_vec()].concat(), "it sets the state of a tensor to a dict"),
         (
@@ -192,12 +196,12 @@ fn beside(value: &[u8]) -> Vec<u8> {
 
 #[test]
 fn knots_and_bombs_of_shared_values_do_no_harm() {
-    // [] that holds itself, and a dict that does.
+    // A list and a dict that contain themselves.
     let list_in_itself = b"]q\x01h\x01a".to_vec();
     let dict_in_itself = b"}q\x01X\x01\0\0\0xh\x01s".to_vec();
-    // (), then two hundred times a pair of what was there: 2 to the 200 leaves.
+    // An empty tuple, then two hundred times a pair of the previous value: 2 to the power of 200 leaves.
     let laughs = [&b")"[..], &b"2\x86".repeat(200)].concat();
-    // A million lists in each other.
+    // A million nested lists.
     let deep = [b"]".repeat(1_000_000), b"a".repeat(999_999)].concat();
     for value in [list_in_itself, dict_in_itself, laughs] {
         assert!(opened(&archive(&beside(&value))).unwrap().names().eq(["a"]));
@@ -205,7 +209,7 @@ fn knots_and_bombs_of_shared_values_do_no_harm() {
     let deep = [dict(&[("a", good_tensor())]), text("b"), deep, b"s".to_vec()].concat();
     assert!(opened(&archive(&deep)).unwrap().names().eq(["a"]));
     let model_in_itself = [b"}q\x01".to_vec(), text("model"), b"h\x01s".to_vec()].concat();
-    assert!(value_refusal(&model_in_itself).contains("more than 4 dicts deep"));
+    assert!(value_refusal(&model_in_itself).contains("nested more than 4 dicts deep"));
 }
 
 #[test]
@@ -215,15 +219,18 @@ fn what_would_be_too_much_is_refused_before_it_is_there() {
         [global("collections", "OrderedDict"), b"q\x020".to_vec(), b"h\x02h\x01\x85R0".repeat(10_000)];
     let copied = [pairs, copies.concat()].concat();
     let cases: [(Vec<u8>, &str); 12] = [
-        (b"N".repeat((1 << 20) + 1), "the stack holds more than 1048576 values"),
+        (b"N".repeat((1 << 20) + 1), "the stack has more than 1048576 values"),
         (b"(".repeat((1 << 20) + 1), "more than 1048576 marks"),
-        (b"]".iter().copied().chain(b"]0".repeat(1 << 21)).collect(), "it makes more than 4194304 values"),
-        (b"N".iter().copied().chain(b"\x94".repeat(1 << 22)).collect(), "it makes more than 4194304 values"),
-        (copied, "it makes more than 4194304 values"),
+        (b"]".iter().copied().chain(b"]0".repeat(1 << 21)).collect(), "it creates more than 4194304 values"),
+        (
+            b"N".iter().copied().chain(b"\x94".repeat(1 << 22)).collect(),
+            "it creates more than 4194304 values",
+        ),
+        (copied, "it creates more than 4194304 values"),
         (b"\x8b\xff\xff\xff\xff".to_vec(), "an integer of 4294967295 bytes"),
         (b"\x8a\x11aaaaaaaaaaaaaaaaa".to_vec(), "an integer of 17 bytes"),
-        (b"X\xff\xff\xff\xffabc".to_vec(), "truncated: 4294967295 bytes expected"),
-        (b"T\xff\xff\xff\xffabc".to_vec(), "truncated: 4294967295 bytes expected"),
+        (b"X\xff\xff\xff\xffabc".to_vec(), "truncated: expected 4294967295 bytes"),
+        (b"T\xff\xff\xff\xffabc".to_vec(), "truncated: expected 4294967295 bytes"),
         (
             b"\x95\xff\xff\xff\xff\xff\xff\xff\xffN".to_vec(),
             "truncated: a frame of 18446744073709551615 bytes",
@@ -242,11 +249,11 @@ fn what_would_be_too_much_is_refused_before_it_is_there() {
 #[test]
 fn a_memo_gives_back_what_it_was_given_and_nothing_else() {
     let cases: [(&[u8], &str); 6] = [
-        (b"h\x05", "nothing is memorised as 5"),
-        (b"cos\nsystem\nq\x010h\x01X\x02\0\0\0id\x85R", "the pickle asks for os.system"),
-        (b"X\x02\0\0\0osq\x01X\x06\0\0\0systemq\x0200h\x01h\x02\x93", "the pickle asks for os.system"),
-        // The place of a known constructor taken by a string.
-        (b"ccollections\nOrderedDict\nq\x010X\x02\0\0\0idq\x010h\x01)R", "it calls a string, and"),
+        (b"h\x05", "the memo has no entry 5"),
+        (b"cos\nsystem\nq\x010h\x01X\x02\0\0\0id\x85R", "the pickle references os.system"),
+        (b"X\x02\0\0\0osq\x01X\x06\0\0\0systemq\x0200h\x01h\x02\x93", "the pickle references os.system"),
+        // The memo entry of an allowed constructor is overwritten by a string.
+        (b"ccollections\nOrderedDict\nq\x010X\x02\0\0\0idq\x010h\x01)R", "it calls a string, but"),
         (b"(q\x01", "the stack is empty"),
         (b"\x94", "the stack is empty"),
     ];
@@ -256,7 +263,7 @@ fn a_memo_gives_back_what_it_was_given_and_nothing_else() {
     }
 }
 
-/// In the older container, any of whose pickles might be the one.
+/// The same rules apply to every pickle of the stream container.
 #[test]
 fn every_pickle_of_a_stream_is_held_to_the_same() {
     let payload = pickle(&call(global("os", "system"), &[text("id")]));
@@ -266,6 +273,6 @@ fn every_pickle_of_a_stream_is_held_to_the_same() {
     let parts = [magic, protocol, system, pickle(&beside(b"N"))];
     for at in 0..=parts.len() {
         let error = refusal(&[&parts[..at].concat()[..], &payload].concat());
-        assert!(error.contains("the pickle asks for os.system: only"), "{error}");
+        assert!(error.contains("the pickle references os.system: only"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Tensors of every type, rank and arrangement, as PyTorch saved them with several protocols.
+//! Tensors of every type, rank and layout, as PyTorch saves them with several protocols.
 
 use super::assemble::*;
 use super::{content, fixture, opened, value_refusal};
@@ -6,7 +6,7 @@ use crate::formats::Checkpoint;
 use crate::testing::Scratch;
 use serde_json::{Value, json};
 
-/// What PyTorch's own reader makes of a tensor, against ours.
+/// Compares a tensor with what PyTorch reads.
 fn check(checkpoint: &Checkpoint, name: &str, expected: &Value) {
     let tensor = checkpoint.tensor(name).unwrap_or_else(|| panic!("{name}"));
     assert_eq!(json!(tensor.shape), expected["shape"], "{name}");
@@ -50,7 +50,7 @@ fn numbers_that_lie_as_they_are_wanted_are_not_copied() {
     assert_eq!(place("cube"), place("the same"));
 }
 
-/// How codes of 8 bits lie in a pickle is not looked at, so that they are no numbers here.
+/// 8-bit float weights are rejected, because it is unknown how a pickle stores their scales.
 #[test]
 fn codes_of_8_bits_are_refused_by_name() {
     let folder = Scratch::new();
@@ -65,25 +65,25 @@ fn a_tensor_that_leaves_its_storage_or_cannot_be_counted_is_refused_by_name() {
     const HUGE: i128 = i64::MAX as i128;
     let two = || storage("FloatStorage", "0", 2);
     let cases = [
-        (tensor(two(), 1, &[2], &[1]), "shape [2] with strides [1] from number 1 on leaves the 8 bytes"),
-        (tensor(two(), 0, &[2], &[2]), "leaves the 8 bytes of storage '0'"),
-        (tensor(two(), 3, &[0], &[1]), "leaves the 8 bytes of storage '0'"),
-        (tensor(two(), 0, &[3], &[0]), "shape [3] repeats the numbers of a storage that has 2 of them"),
-        (tensor(two(), 0, &[HUGE, HUGE], &[0, 0]), "is too large to count"),
-        (tensor(two(), 0, &[2, HUGE], &[HUGE, 1]), "is too large to count"),
-        (tensor(two(), HUGE, &[1], &[1]), "is too large to count"),
-        (tensor(two(), 0, &[2], &[HUGE]), "is too large to count"),
-        (tensor(two(), 0, &[HUGE], &[1]), "is too large to count"),
+        (tensor(two(), 1, &[2], &[1]), "shape [2] with strides [1] from element 1 exceeds the 8 bytes"),
+        (tensor(two(), 0, &[2], &[2]), "exceeds the 8 bytes of storage '0'"),
+        (tensor(two(), 3, &[0], &[1]), "exceeds the 8 bytes of storage '0'"),
+        (tensor(two(), 0, &[3], &[0]), "shape [3] repeats the elements of a storage that has only 2"),
+        (tensor(two(), 0, &[HUGE, HUGE], &[0, 0]), "is too large"),
+        (tensor(two(), 0, &[2, HUGE], &[HUGE, 1]), "is too large"),
+        (tensor(two(), HUGE, &[1], &[1]), "is too large"),
+        (tensor(two(), 0, &[2], &[HUGE]), "is too large"),
+        (tensor(two(), 0, &[HUGE], &[1]), "is too large"),
         (
             tensor(storage("FloatStorage", "0", 3), 0, &[1], &[1]),
-            "has 8 bytes in the file, and 12 by the pickle",
+            "has 8 bytes in the file, but 12 in the pickle",
         ),
         (
             tensor(storage("FloatStorage", "0", 1), 0, &[1], &[1]),
-            "has 8 bytes in the file, and 4 by the pickle",
+            "has 8 bytes in the file, but 4 in the pickle",
         ),
         (tensor(storage("FloatStorage", "1", 2), 0, &[1], &[1]), "its storage '1' is not in the file"),
-        (tensor(storage("LongStorage", "0", 1), 0, &[2], &[1]), "leaves the 8 bytes of storage '0'"),
+        (tensor(storage("LongStorage", "0", 1), 0, &[2], &[1]), "exceeds the 8 bytes of storage '0'"),
     ];
     for (value, reason) in cases {
         let error = value_refusal(&dict(&[("good", good_tensor()), ("x", value)]));
@@ -91,23 +91,23 @@ fn a_tensor_that_leaves_its_storage_or_cannot_be_counted_is_refused_by_name() {
     }
 }
 
-/// What is wrong with a tensor before it has a name.
+/// Errors in a tensor before its name is known.
 #[test]
 fn a_tensor_of_parts_that_are_none_is_refused() {
     const TOO_MANY: [i128; 65] = [1; 65];
     let two = || storage("FloatStorage", "0", 2);
     let cases = [
-        (tensor(two(), 0, &[2], &[-1]), "a tensor's strides: -1 is no size"),
-        (tensor(two(), 0, &[-2], &[1]), "a tensor's sizes: -2 is no size"),
-        (tensor(two(), -1, &[1], &[1]), "a tensor's offset: -1 is no size"),
-        (tensor(two(), 1 << 64, &[1], &[1]), "a tensor's offset: 18446744073709551616 is no size"),
+        (tensor(two(), 0, &[2], &[-1]), "a tensor's strides: -1 is not a valid size"),
+        (tensor(two(), 0, &[-2], &[1]), "a tensor's sizes: -2 is not a valid size"),
+        (tensor(two(), -1, &[1], &[1]), "a tensor's offset: -1 is not a valid size"),
+        (tensor(two(), 1 << 64, &[1], &[1]), "a tensor's offset: 18446744073709551616 is not a valid size"),
         (tensor(two(), 0, &[1, 1], &[1]), "a tensor with 2 sizes and 1 strides"),
-        (tensor(two(), 0, &TOO_MANY, &TOO_MANY), "65 of them: at most 64 are allowed"),
-        (tensor(int(3), 0, &[1], &[1]), "it makes a tensor of an integer, not of a storage"),
-        (storage("FloatStorage", "0", -1), "storage '0': -1 is no size"),
-        (storage("ComplexDoubleStorage", "0", (i64::MAX as i128) * 2), "its numbers are too many to count"),
-        (storage("float32", "0", 2), "storage '0': torch.float32 is no class of storages"),
-        (storage("Size", "0", 2), "storage '0': torch.Size is no class of storages"),
+        (tensor(two(), 0, &TOO_MANY, &TOO_MANY), "65 dimensions, more than 64"),
+        (tensor(int(3), 0, &[1], &[1]), "it creates a tensor from an integer, not from a storage"),
+        (storage("FloatStorage", "0", -1), "storage '0': -1 is not a valid size"),
+        (storage("ComplexDoubleStorage", "0", (i64::MAX as i128) * 2), "it has too many elements"),
+        (storage("float32", "0", 2), "storage '0': torch.float32 is not a storage class"),
+        (storage("Size", "0", 2), "storage '0': torch.Size is not a storage class"),
     ];
     for (value, reason) in cases {
         let error = value_refusal(&dict(&[("good", good_tensor()), ("x", value)]));
@@ -135,14 +135,17 @@ fn a_state_dict_is_found_under_the_keys_that_training_programs_use() {
     let long = "x".repeat(1025);
     let cases = [
         (dict(&[("model", tensors()), ("module", other())]), "more than one of model, state_dict, module"),
-        (deep, "the state dict is more than 4 dicts deep"),
-        (dict(&[("a", int(1))]), "the pickle has no tensors by name"),
-        (dict(&[]), "the pickle has no tensors by name"),
-        (list(&[good_tensor()]), "the pickle holds a list, not a dict of tensors by name"),
+        (deep, "the state dict is nested more than 4 dicts deep"),
+        (dict(&[("a", int(1))]), "the pickle has no named tensors"),
+        (dict(&[]), "the pickle has no named tensors"),
+        (list(&[good_tensor()]), "the pickle holds a list, not a dict of tensors"),
         (good_tensor(), "the pickle holds a tensor, not a dict"),
-        (dict(&[("a", good_tensor()), ("a", good_tensor())]), "tensor 'a': it is there twice"),
+        (dict(&[("a", good_tensor()), ("a", good_tensor())]), "tensor 'a': it appears twice"),
         (dict(&[(&long, good_tensor())]), "a tensor's name has 1025 bytes"),
-        ([b"}".to_vec(), int(1), good_tensor(), b"s".to_vec()].concat(), "an integer is a tensor's name"),
+        (
+            [b"}".to_vec(), int(1), good_tensor(), b"s".to_vec()].concat(),
+            "an integer is used as a tensor's name",
+        ),
     ];
     for (value, reason) in cases {
         let error = value_refusal(&value);

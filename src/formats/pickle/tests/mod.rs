@@ -1,4 +1,4 @@
-//! The whole reader: PyTorch's own files, hostile ones, damaged ones.
+//! Tests of the whole reader: PyTorch's own files, malicious ones, damaged ones.
 
 pub(super) mod assemble;
 
@@ -10,7 +10,7 @@ mod programs;
 use crate::formats::Checkpoint;
 use std::path::{Path, PathBuf};
 
-/// A file that `tests/oracle/make_pickles.py` made.
+/// Path of a file created by `tests/oracle/make_pickles.py`.
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/pickle").join(name)
 }
@@ -19,7 +19,7 @@ fn content(name: &str) -> Vec<u8> {
     std::fs::read(fixture(name)).unwrap()
 }
 
-/// What comes of a file with these bytes. The numbers of every tensor are read, as loading would.
+/// Opens a file with these bytes and, as loading would, reads the elements of every tensor.
 fn opened(bytes: &[u8]) -> Result<Checkpoint, String> {
     let checkpoint = Checkpoint::from_pickle(Path::new("model.bin"), bytes.to_vec());
     let checkpoint = checkpoint.map_err(|error| format!("{error:#}"))?;
@@ -33,13 +33,13 @@ fn opened(bytes: &[u8]) -> Result<Checkpoint, String> {
     Ok(checkpoint)
 }
 
-/// What a file with these bytes is refused for.
+/// Returns the error for a file with these bytes.
 fn refusal(bytes: &[u8]) -> String {
     let error = opened(bytes).expect_err("it should have been refused");
     error.strip_prefix("model.bin: ").expect("an error names the file").to_owned()
 }
 
-/// The same of the values that its pickle makes.
+/// Returns the error for an archive whose pickle creates `value`.
 fn value_refusal(value: &[u8]) -> String {
     refusal(&assemble::archive(value))
 }

@@ -1,4 +1,4 @@
-//! Pickles by themselves: what the machine makes of them is what Python makes of them.
+//! Pickles alone: executing them here gives the same values as in Python.
 
 use super::super::machine;
 use super::super::value::{Heap, Value};
@@ -9,7 +9,7 @@ use serde::Deserialize;
 struct Program {
     /// In hexadecimal.
     pickle: String,
-    /// The value as text; nothing where Python refuses the pickle.
+    /// The value as text; `None` if Python rejects the pickle.
     makes: Option<String>,
 }
 

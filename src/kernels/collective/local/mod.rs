@@ -1,9 +1,11 @@
-//! The members of a stage as threads of one process.
+//! Collective operations among ranks that are threads of one process.
 //!
-//! Each lays its numbers into a box of its own, all meet, and each reads everybody's. A member's two boxes take turns, so
-//! that one meeting for each piece of an operation is enough: who comes to the next has read what this one brought.
-//! Invariant: after construction nothing is allocated, and who waits for long uses no CPU. Nobody waits for a member that
-//! is gone, nor after an abort.
+//! In each round of an operation, every rank writes its numbers to its own buffer, all ranks meet at a
+//! barrier, and each rank reads the buffers of all. A rank alternates between two buffers, so one barrier per
+//! round suffices: a rank that arrives at the next barrier has read everything of the previous round.
+//!
+//! Invariant: no operation allocates, and a long wait uses no CPU time. A rank waits neither for a rank that
+//! was dropped nor after an abort.
 
 #[cfg(test)]
 mod tests;
@@ -14,65 +16,68 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
 use std::time::{Duration, Instant};
 
-/// How long a member looks out for the others before it sleeps.
+/// Time that a waiting rank spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(40);
-/// Looks between two readings of the clock.
+/// Spins between two readings of the clock.
 const SPIN_LOOKS: usize = 64;
 
-/// Gives stages up: from then on every operation of their members fails, also those that wait in one.
+/// Aborts stages: afterwards every operation of their ranks fails, including those that are waiting.
 #[derive(Clone, Debug, Default)]
 pub struct Abort(Arc<Signal>);
 
+/// The state that all clones of an [`Abort`] share.
 #[derive(Debug, Default)]
 struct Signal {
     given: AtomicBool,
     stages: Mutex<Vec<Weak<Stage>>>,
 }
 
-/// One member; made by [`stage`], given to a device's thread.
+/// One rank of a stage; created by [`create_ranks`] and passed to the thread of a device.
 #[derive(Debug)]
 pub struct LocalMember {
     stage: Arc<Stage>,
     rank: usize,
-    /// Meetings it has come to.
+    /// Barriers that this rank has arrived at.
     meetings: u64,
-    /// An operation is under way, or was left before its end: it begins no other, so that nobody is out of step.
+    /// Whether an operation is in progress or was left early. Then no other operation begins, so that the
+    /// ranks stay in step.
     within: bool,
 }
 
-/// What the members share.
+/// The state that the ranks of a stage share.
 #[derive(Debug)]
 struct Stage {
     abort: Abort,
     members: usize,
-    /// How often members came to meetings, all together: the n-th is complete at n times as many as there are members.
+    /// Arrivals of all ranks at barriers. Barrier number n is complete at n times the number of ranks.
     arrived: AtomicU64,
-    /// Somebody has left, and comes to no meeting any more.
+    /// Whether a rank was dropped, so that it arrives at no further barrier.
     left: AtomicBool,
-    /// Who sleeps or is about to.
+    /// Ranks that sleep or are about to.
     sleepers: AtomicUsize,
     door: Mutex<()>,
     wake: Condvar,
-    /// By turn, then by rank. Written by its owner before a meeting, read by all after it: no lock ever waits.
+    /// Exchange buffers, indexed by parity of the barrier and by rank. The owner writes before a barrier, all
+    /// ranks read after it: no lock ever blocks.
     boxes: [Vec<RwLock<Part>>; 2],
-    /// Numbers that a box takes.
+    /// Capacity of an exchange buffer, in numbers.
     floats: usize,
 }
 
-/// A member's part of the piece at hand.
+/// The numbers that a rank contributes to the current round.
 #[derive(Debug)]
 struct Part {
     len: usize,
     numbers: Box<[f32]>,
 }
 
-/// A stage of `members` that exchange up to `floats` numbers (at least one) at a time; a larger operation goes in pieces.
-/// By rank. `abort` gives it up.
-pub fn stage(members: usize, floats: usize, abort: &Abort) -> Vec<LocalMember> {
-    let boxes = || (0..members).map(|_| RwLock::new(Part::new(floats))).collect();
-    let stage = Arc::new(Stage {
+/// Creates a stage and returns its ranks in order. A round exchanges up to `floats` numbers (at least one)
+/// per rank; a larger operation takes several rounds. `abort` aborts the stage.
+pub fn stage(count: usize, floats: usize, abort: &Abort) -> Vec<LocalMember> {
+    let boxes = || (0..count).map(|_| RwLock::new(Part::new(floats))).collect();
+    let shared = Arc::new(Stage {
         abort: abort.clone(),
-        members,
+        members: count,
         arrived: AtomicU64::new(0),
         left: AtomicBool::new(false),
         sleepers: AtomicUsize::new(0),
@@ -81,25 +86,25 @@ pub fn stage(members: usize, floats: usize, abort: &Abort) -> Vec<LocalMember> {
         boxes: [boxes(), boxes()],
         floats: floats.max(1),
     });
-    abort.0.stages().push(Arc::downgrade(&stage));
-    (0..members).map(|rank| LocalMember { stage: stage.clone(), rank, meetings: 0, within: false }).collect()
+    abort.0.stages().push(Arc::downgrade(&shared));
+    (0..count).map(|rank| LocalMember { stage: shared.clone(), rank, meetings: 0, within: false }).collect()
 }
 
 impl Abort {
-    /// One that has not been given yet.
+    /// Creates a handle that is not aborted.
     pub fn new() -> Abort {
         Abort::default()
     }
 
-    /// Gives the stages up. Once is for ever.
+    /// Aborts the stages, permanently.
     pub fn abort(&self) {
         self.0.given.store(true, Ordering::SeqCst);
-        for stage in self.0.stages().iter().filter_map(Weak::upgrade) {
-            stage.wake_all();
+        for shared in self.0.stages().iter().filter_map(Weak::upgrade) {
+            shared.wake_all();
         }
     }
 
-    /// Whether they are given up.
+    /// Returns whether the stages are aborted.
     pub fn is_aborted(&self) -> bool {
         self.0.given.load(Ordering::SeqCst)
     }
@@ -122,14 +127,14 @@ impl Collective for LocalMember {
 
     fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
         self.begin()?;
-        for piece in x.chunks_mut(self.stage.floats) {
-            self.lay(piece.len(), |own| own.copy_from_slice(piece));
+        for chunk in x.chunks_mut(self.stage.floats) {
+            self.lay(chunk.len(), |own| own.copy_from_slice(chunk));
             self.meet()?;
             for rank in 0..self.stage.members {
-                let part = self.part(rank, piece.len());
+                let part = self.part(rank, chunk.len());
                 match rank {
-                    0 => piece.copy_from_slice(part.numbers()),
-                    _ => piece.iter_mut().zip(part.numbers()).for_each(|(x, part)| *x += part),
+                    0 => chunk.copy_from_slice(part.numbers()),
+                    _ => chunk.iter_mut().zip(part.numbers()).for_each(|(x, part)| *x += part),
                 }
             }
         }
@@ -139,7 +144,7 @@ impl Collective for LocalMember {
 
     fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
         self.begin()?;
-        assert_eq!(widths.len(), self.stage.members, "a width for each member, else this is a bug");
+        assert_eq!(widths.len(), self.stage.members, "one width for each rank is required; this is a bug");
         let widest = widths.iter().copied().max().unwrap_or(0);
         let columns_each = widest.min(self.stage.floats).max(1);
         let rows_each = self.stage.floats / columns_each;
@@ -155,7 +160,8 @@ impl Collective for LocalMember {
 }
 
 impl LocalMember {
-    /// Gathers those rows, and of each member's columns those, as far as it has them.
+    /// Runs one round of an all-gather: the given rows, and of each rank the given columns as far as it has
+    /// them.
     fn gather_piece(
         &mut self,
         rows: Range<usize>,
@@ -165,10 +171,10 @@ impl LocalMember {
         all: &mut [f32],
     ) -> Result<(), Aborted> {
         let columns_of = |rank: usize| columns.start.min(widths[rank])..columns.end.min(widths[rank]);
-        let (width, mine) = (widths[self.rank], columns_of(self.rank));
-        self.lay(rows.len() * mine.len(), |part| {
-            for (to, row) in part.chunks_exact_mut(mine.len().max(1)).zip(rows.clone()) {
-                to.copy_from_slice(&own[row * width..][mine.clone()]);
+        let (width, own_columns) = (widths[self.rank], columns_of(self.rank));
+        self.lay(rows.len() * own_columns.len(), |buffer| {
+            for (to, row) in buffer.chunks_exact_mut(own_columns.len().max(1)).zip(rows.clone()) {
+                to.copy_from_slice(&own[row * width..][own_columns.clone()]);
             }
         });
         self.meet()?;
@@ -185,13 +191,13 @@ impl LocalMember {
         Ok(())
     }
 
-    /// Every operation begins so, and says so when it has come to its end.
+    /// Begins an operation. Each operation resets the flag when it completes.
     fn begin(&mut self) -> Result<(), Aborted> {
         let left = std::mem::replace(&mut self.within, true);
         if left || self.stage.abort.is_aborted() { Err(Aborted) } else { Ok(()) }
     }
 
-    /// Fills this member's box for the meeting to come.
+    /// Writes the contribution of this rank for the next barrier.
     fn lay(&self, len: usize, fill: impl FnOnce(&mut [f32])) {
         let mut part = self.stage.boxes[turn(self.meetings + 1)][self.rank]
             .write()
@@ -200,14 +206,14 @@ impl LocalMember {
         fill(&mut part.numbers[..len]);
     }
 
-    /// What that member brought to the last meeting.
+    /// Reads the contribution of `rank` to the last barrier.
     fn part(&self, rank: usize, len: usize) -> RwLockReadGuard<'_, Part> {
         let part = self.stage.boxes[turn(self.meetings)][rank].read().unwrap_or_else(PoisonError::into_inner);
-        assert_eq!(part.len, len, "members do the same operations with the same sizes, else this is a bug");
+        assert_eq!(part.len, len, "ranks must run the same operations with the same sizes; this is a bug");
         part
     }
 
-    /// Waits until all have come.
+    /// Waits until all ranks have arrived at the next barrier.
     fn meet(&mut self) -> Result<(), Aborted> {
         self.meetings += 1;
         let complete = self.meetings * self.stage.members as u64;
@@ -218,7 +224,8 @@ impl LocalMember {
     }
 }
 
-/// A member that goes takes nobody along who could still meet the others; but whoever waits for it is told.
+/// Lets the other ranks complete the barriers that this rank has arrived at, and fails their later
+/// operations.
 impl Drop for LocalMember {
     fn drop(&mut self) {
         self.stage.left.store(true, Ordering::SeqCst);
@@ -226,17 +233,19 @@ impl Drop for LocalMember {
     }
 }
 
-/// Which boxes a meeting uses.
-fn turn(meeting: u64) -> usize {
-    (meeting % 2) as usize
+/// Returns the parity of the buffers that a barrier uses.
+fn turn(barrier: u64) -> usize {
+    (barrier % 2) as usize
 }
 
 impl Stage {
+    /// Waits until a barrier is complete: spins first, then sleeps.
     fn wait_for(&self, complete: u64) -> Result<(), Aborted> {
         if let Some(outcome) = self.spin(complete) {
             return outcome;
         }
-        // The count of sleepers is raised before the last look, and read after an arrival: one sees the other.
+        // The count of sleepers is incremented before the last check of the barrier, and read after an
+        // arrival: at least one of the two threads sees the other.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut door = self.door();
         let outcome = loop {
@@ -250,6 +259,7 @@ impl Stage {
         outcome
     }
 
+    /// Spins for [`SPIN_TIME`]; returns `None` if ranks are still missing then.
     fn spin(&self, complete: u64) -> Option<Result<(), Aborted>> {
         let start = Instant::now();
         loop {
@@ -265,7 +275,8 @@ impl Stage {
         }
     }
 
-    /// How the meeting went; `None` while somebody is still to come. Who left did so after the meetings that it came to.
+    /// Returns the outcome of a barrier; `None` while ranks are missing. A rank that was dropped did arrive
+    /// at its earlier barriers.
     fn outcome(&self, complete: u64) -> Option<Result<(), Aborted>> {
         let left = self.left.load(Ordering::SeqCst);
         match self.arrived.load(Ordering::SeqCst) >= complete {

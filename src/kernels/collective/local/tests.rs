@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 use std::thread;
 
-/// Numbers that follow from a seed.
+/// A deterministic random number generator.
 struct Dice(u32, u32);
 
 impl Dice {
@@ -17,7 +17,8 @@ impl Dice {
         self.roll() as usize % end
     }
 
-    /// Of sizes so different that any other order of summation gives other bits.
+    /// Returns a number of widely varying magnitude, so that any other order of summation gives different
+    /// bits.
     fn float(&mut self) -> f32 {
         let (sign, exponent) = ([1.0, -1.0][self.below(2)], self.below(60) as i32 - 30);
         sign * (1.0 + self.roll() as f32 / u32::MAX as f32) * 2f32.powi(exponent)
@@ -28,11 +29,11 @@ impl Dice {
     }
 }
 
-/// Runs each member on a thread of its own.
-fn on_threads<T: Send>(members: Vec<LocalMember>, work: impl Fn(LocalMember) -> T + Sync) -> Vec<T> {
+/// Runs each rank on its own thread.
+fn on_threads<T: Send>(ranks: Vec<LocalMember>, work: impl Fn(LocalMember) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
-        let threads: Vec<_> = members.into_iter().map(|member| scope.spawn(|| work(member))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no test fails on a thread")).collect()
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(|| work(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     })
 }
 
@@ -41,63 +42,64 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn sums_are_those_of_the_ranks_in_order_bit_for_bit() {
-    for members in 1..5 {
+fn sums_are_added_in_rank_order_bit_for_bit() {
+    for ranks in 1..5 {
         let floats = 16;
         let lens: Vec<usize> = (0..2000).map(|round| Dice(round, 0).below(3 * floats + 2)).collect();
         let given =
             |rank: usize, round: usize| Dice(rank as u32 * 10_000 + round as u32, 9).floats(lens[round]);
-        let sums = on_threads(stage(members, floats, &Abort::new()), |mut member| {
-            let mut dice = Dice(member.rank as u32, 0);
+        let sums = on_threads(stage(ranks, floats, &Abort::new()), |mut local| {
+            let mut dice = Dice(local.rank as u32, 0);
             (0..lens.len())
                 .map(|round| {
-                    // Who comes first differs from round to round; sometimes the others have gone to sleep.
+                    // The order of arrival varies from round to round; sometimes the other ranks have gone to
+                    // sleep.
                     for _ in 0..dice.below(40) * dice.below(40) {
                         std::hint::spin_loop();
                     }
-                    let mut x = given(member.rank, round);
-                    member.sum(&mut x).map(|()| bits(&x))
+                    let mut x = given(local.rank, round);
+                    local.sum(&mut x).map(|()| bits(&x))
                 })
                 .collect::<Vec<_>>()
         });
         for round in 0..lens.len() {
             let mut expected = given(0, round);
-            for rank in 1..members {
+            for rank in 1..ranks {
                 expected.iter_mut().zip(given(rank, round)).for_each(|(sum, part)| *sum += part);
             }
             for sum in &sums {
-                assert_eq!(sum[round], Ok(bits(&expected)), "{members} members, round {round}");
+                assert_eq!(sum[round], Ok(bits(&expected)), "{ranks} ranks, round {round}");
             }
         }
     }
 }
 
-/// The sum of these in another order is 0 or 2^-20, and the sign of a lone zero is that of rank 0.
+/// In any other order, the sum is 0 or 2^-20. The sign of a lone zero is that of rank 0.
 #[test]
-fn the_order_is_that_of_the_ranks_and_not_of_arrival() {
+fn the_order_of_addition_is_independent_of_arrival() {
     let parts: [[f32; 2]; 4] = [[1e30, -0.0], [2f32.powi(-20), -0.0], [-1e30, -0.0], [1.0, -0.0]];
     for late in 0..4 {
-        let sums = on_threads(stage(4, 8, &Abort::new()), |mut member| {
-            if member.rank == late {
-                while member.stage.arrived.load(Ordering::SeqCst) < 3 {
+        let sums = on_threads(stage(4, 8, &Abort::new()), |mut local| {
+            if local.rank == late {
+                while local.stage.arrived.load(Ordering::SeqCst) < 3 {
                     thread::yield_now();
                 }
             }
-            let mut x = parts[member.rank];
-            member.sum(&mut x).map(|()| x.map(f32::to_bits))
+            let mut x = parts[local.rank];
+            local.sum(&mut x).map(|()| x.map(f32::to_bits))
         });
         assert_eq!(sums, [Ok([1f32.to_bits(), (-0f32).to_bits()]); 4], "rank {late} comes last");
     }
 }
 
 #[test]
-fn columns_stand_side_by_side_by_rank_whatever_the_pieces() {
+fn columns_are_gathered_in_rank_order_for_any_buffer_size() {
     for seed in 0..60 {
         let mut dice = Dice(seed, 0);
-        let (members, rows, floats) = (1 + dice.below(4), dice.below(8), 1 + dice.below(20));
-        let widths: Vec<usize> = (0..members).map(|_| dice.below(9)).collect();
+        let (ranks, rows, floats) = (1 + dice.below(4), dice.below(8), 1 + dice.below(20));
+        let widths: Vec<usize> = (0..ranks).map(|_| dice.below(9)).collect();
         let total: usize = widths.iter().sum();
-        // Not even numbers that are none become others on the way.
+        // Gathering preserves the bits of a NaN.
         let value = |rank: usize, row: usize, column: usize| {
             f32::from_bits(0x7fa0_0000 + (rank * 10_000 + row * 100 + column) as u32)
         };
@@ -107,32 +109,33 @@ fn columns_stand_side_by_side_by_rank_whatever_the_pieces() {
                 expected.extend((0..*width).map(|column| value(rank, row, column)));
             }
         }
-        let gathered = on_threads(stage(members, floats, &Abort::new()), |mut member| {
-            let (rank, width) = (member.rank, widths[member.rank]);
+        let gathered = on_threads(stage(ranks, floats, &Abort::new()), |mut local| {
+            let (rank, width) = (local.rank, widths[local.rank]);
             let own: Vec<f32> = (0..rows * width).map(|at| value(rank, at / width, at % width)).collect();
             let mut all = vec![f32::NAN; rows * total];
-            // Twice, and a sum between: whoever comes too early must not see the other turn's boxes.
+            // Gathers twice, with a sum in between: a rank that is early must not see the buffers of the
+            // other parity.
             let mut one = [1.0];
-            let done = member.gather(rows, &widths, &own, &mut all);
-            done.and_then(|()| member.sum(&mut one))
-                .and_then(|()| member.gather(rows, &widths, &own, &mut all))
+            let done = local.gather(rows, &widths, &own, &mut all);
+            done.and_then(|()| local.sum(&mut one))
+                .and_then(|()| local.gather(rows, &widths, &own, &mut all))
                 .map(|()| (one[0], bits(&all)))
         });
         for all in gathered {
-            assert_eq!(all, Ok((members as f32, bits(&expected))), "seed {seed}");
+            assert_eq!(all, Ok((ranks as f32, bits(&expected))), "seed {seed}");
         }
     }
 }
 
-/// Members wait in an operation that one of them never comes to; from outside comes the abort.
+/// Ranks wait in an operation that one of them never joins; the abort comes from outside.
 #[test]
-fn an_abort_wakes_who_waits_and_stops_who_comes_later() {
+fn an_abort_wakes_waiting_ranks_and_fails_later_operations() {
     for round in 0..2000 {
         let abort = Abort::new();
         let mut dice = Dice(round, 0);
-        let (members, other) = (2 + dice.below(3), 1 + dice.below(3));
-        let (missing, full) = (dice.below(members), dice.below(4));
-        let mut stages = stage(members, 4, &abort);
+        let (ranks, other) = (2 + dice.below(3), 1 + dice.below(3));
+        let (missing, full) = (dice.below(ranks), dice.below(4));
+        let mut stages = stage(ranks, 4, &abort);
         stages.extend(stage(other, 4, &abort));
         let (outside, pause) = (abort.clone(), dice.below(3000));
         thread::scope(|scope| {
@@ -140,14 +143,14 @@ fn an_abort_wakes_who_waits_and_stops_who_comes_later() {
                 (0..pause).for_each(|_| std::hint::spin_loop());
                 outside.abort();
             });
-            let ends = on_threads(stages, |mut member| {
-                let first_stage = member.members() == members;
-                let rounds = if first_stage && member.rank == missing { full } else { usize::MAX };
-                let ended = (0..rounds).find(|_| member.sum(&mut [1.0; 9]).is_err());
-                while !member.stage.abort.is_aborted() {
+            let ends = on_threads(stages, |mut local| {
+                let first_stage = local.members() == ranks;
+                let rounds = if first_stage && local.rank == missing { full } else { usize::MAX };
+                let ended = (0..rounds).find(|_| local.sum(&mut [1.0; 9]).is_err());
+                while !local.stage.abort.is_aborted() {
                     thread::yield_now();
                 }
-                let later = member.gather(1, &vec![1; member.members()], &[1.0], &mut [0.0; 8]);
+                let later = local.gather(1, &vec![1; local.members()], &[1.0], &mut [0.0; 8]);
                 (ended.is_some() || rounds == full, later)
             });
             assert!(ends.iter().all(|(ended, later)| *ended && *later == Err(Aborted)), "round {round}");
@@ -155,39 +158,39 @@ fn an_abort_wakes_who_waits_and_stops_who_comes_later() {
     }
 }
 
-/// A member whose thread unwinds is dropped while the others wait for it.
+/// A rank whose thread unwinds is dropped while the others wait for it.
 #[test]
-fn nobody_waits_for_a_member_that_is_gone() {
+fn no_rank_waits_for_a_dropped_rank() {
     for round in 0..2000 {
         let mut dice = Dice(round, 3);
-        let members = 2 + dice.below(3);
-        let (faulty, at) = (dice.below(members), dice.below(5));
-        let done = on_threads(stage(members, 4, &Abort::new()), |mut member| {
-            if member.rank == faulty {
+        let ranks = 2 + dice.below(3);
+        let (faulty, at) = (dice.below(ranks), dice.below(5));
+        let done = on_threads(stage(ranks, 4, &Abort::new()), |mut local| {
+            if local.rank == faulty {
                 let dies = catch_unwind(AssertUnwindSafe(move || {
-                    (0..at).for_each(|_| member.sum(&mut [1.0]).expect("all are there"));
+                    (0..at).for_each(|_| local.sum(&mut [1.0]).expect("all ranks are running"));
                     std::panic::resume_unwind(Box::new(()));
                 }));
                 assert!(dies.is_err());
                 return at;
             }
-            let done = (0..).take_while(|_| member.sum(&mut [1.0]).is_ok()).count();
-            assert_eq!(member.sum(&mut [1.0]), Err(Aborted));
+            let done = (0..).take_while(|_| local.sum(&mut [1.0]).is_ok()).count();
+            assert_eq!(local.sum(&mut [1.0]), Err(Aborted));
             done
         });
-        // What was met for is done: nobody is one operation behind the others.
-        assert_eq!(done, vec![at; members], "round {round}");
+        // All complete the barriers that the dropped rank arrived at: none is an operation behind.
+        assert_eq!(done, vec![at; ranks], "round {round}");
     }
 }
 
-/// And who was in that operation when it unwound is in no other, though all are still there.
+/// A rank that unwound out of such an operation starts no other one, although all ranks still exist.
 #[test]
-fn members_that_do_not_do_the_same_are_found_out() {
+fn ranks_with_different_sizes_panic() {
     let everybody = Barrier::new(2);
-    let outcomes = on_threads(stage(2, 8, &Abort::new()), |mut member| {
-        let unwinds = catch_unwind(AssertUnwindSafe(|| member.sum(&mut vec![1.0; 3 + member.rank]))).is_err();
+    let outcomes = on_threads(stage(2, 8, &Abort::new()), |mut local| {
+        let unwinds = catch_unwind(AssertUnwindSafe(|| local.sum(&mut vec![1.0; 3 + local.rank]))).is_err();
         everybody.wait();
-        let later = (member.sum(&mut [1.0]), member.gather(1, &[1, 1], &[1.0], &mut [0.0; 2]));
+        let later = (local.sum(&mut [1.0]), local.gather(1, &[1, 1], &[1.0], &mut [0.0; 2]));
         everybody.wait();
         (unwinds, later)
     });

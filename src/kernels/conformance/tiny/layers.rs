@@ -1,6 +1,6 @@
-//! The small model's layers: attention and MLP as its family wires them.
+//! The layers of the small model: attention and MLP, connected as its family requires.
 //!
-//! Invariant: every operation on rows goes through the backend; nothing is computed here.
+//! Invariant: the backend runs every operation on rows; nothing is computed here.
 
 use super::Tiny;
 use super::weights::Sizes;
@@ -9,6 +9,7 @@ use crate::batch::SpanStack;
 use crate::conformance::family::{Family, Mlp, Positions};
 
 impl<B: Backend> Tiny<B> {
+    /// Runs one stack for the current rows.
     pub(super) fn stack(&mut self, stack: SpanStack, rows: usize) -> B::Buf {
         let mut x = self.embedded(rows);
         let (table, mask) = match stack {
@@ -32,6 +33,7 @@ impl<B: Backend> Tiny<B> {
         x
     }
 
+    /// Computes embeddings.
     fn embedded(&mut self, rows: usize) -> B::Buf {
         let mut x = self.rig.output(rows * self.sizes.hidden);
         self.rig.backend.embed(&self.weights.table, 0, &mut x);
@@ -42,12 +44,14 @@ impl<B: Backend> Tiny<B> {
         x
     }
 
+    /// Normalizes rows.
     pub(super) fn normed(&mut self, rows: usize, x: &B::Buf) -> B::Buf {
         let mut y = self.rig.output(rows * self.sizes.hidden);
         self.rig.backend.norm(rows, &self.norm, x, &mut y);
         y
     }
 
+    /// Projects queries.
     fn queries(&mut self, rows: usize, y: &B::Buf, is_cross: bool) -> B::Buf {
         let mut q = self.rig.output(rows * self.sizes.q_width());
         let projections = if is_cross { &self.weights.cross } else { &self.weights.own };
@@ -58,7 +62,7 @@ impl<B: Backend> Tiny<B> {
         q
     }
 
-    /// Stores the keys and values of y.
+    /// Stores the K and V of y.
     fn keep(&mut self, rows: usize, y: &B::Buf, table: KvTable) {
         let [mut k, mut v] = [(); 2].map(|()| self.rig.output(rows * self.sizes.kv_width()));
         let projections = if table == KvTable::Cross { &self.weights.cross } else { &self.weights.own };
@@ -71,7 +75,7 @@ impl<B: Backend> Tiny<B> {
         self.rig.backend.store_kv(table, &k, &v, cache);
     }
 
-    /// Norms and rotates each head of x (rows, heads, head_dim).
+    /// Normalizes and rotates each head of x (rows, heads, head_dim).
     fn place_heads(&mut self, rows: usize, heads: usize, x: &mut B::Buf) {
         if self.family.head_norm {
             self.rig.backend.norm_in_place(rows * heads, &self.head_norm, x);
@@ -83,22 +87,22 @@ impl<B: Backend> Tiny<B> {
         }
     }
 
-    /// x += what q sees.
+    /// Adds the attention of q: x += W_o · attention(q).
     fn attend(&mut self, rows: usize, q: &B::Buf, table: KvTable, mask: Mask, x: &mut B::Buf) {
-        let [mut mixed, mut y] =
+        let [mut attended, mut y] =
             [self.sizes.q_width(), self.sizes.hidden].map(|width| self.rig.output(rows * width));
         let bias = self.bias.as_ref().filter(|_| table != KvTable::Cross);
         let softcap = self.family.softcap;
         let shape = AttentionShape { heads: Sizes::HEADS, scale: 0.5, softcap, mask, table, bias };
         let cache = if table == KvTable::Scratch { &self.scratch } else { &self.cache };
-        self.rig.backend.attention(&shape, q, cache, &mut mixed);
+        self.rig.backend.attention(&shape, q, cache, &mut attended);
         let projections = if table == KvTable::Cross { &self.weights.cross } else { &self.weights.own };
-        self.rig.backend.matmul(rows, &projections.o, None, &mixed, &mut y);
+        self.rig.backend.matmul(rows, &projections.o, None, &attended, &mut y);
         self.rig.backend.reduce(rows, self.sizes.hidden, &mut y);
         self.rig.backend.add(rows, self.sizes.hidden, self.family.factor, x, &y);
     }
 
-    /// x += the MLP of norm(x).
+    /// Adds the MLP: x += MLP(norm(x)).
     fn feed_forward(&mut self, rows: usize, x: &mut B::Buf) {
         let h = self.normed(rows, x);
         let mut y = match self.family.mlp {
@@ -121,6 +125,7 @@ impl<B: Backend> Tiny<B> {
         self.rig.backend.add(rows, self.sizes.hidden, self.family.factor, x, &y);
     }
 
+    /// Computes a dense MLP.
     fn dense(&mut self, rows: usize, act: Activation, h: &B::Buf, is_gated: bool) -> B::Buf {
         let [mut gate, mut up, mut y] =
             [self.sizes.mlp, self.sizes.mlp, self.sizes.hidden].map(|width| self.rig.output(rows * width));

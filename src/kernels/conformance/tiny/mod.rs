@@ -1,6 +1,6 @@
-//! A small model of any family, served step by step.
+//! A small model of any family, run step by step.
 //!
-//! Invariant: a row's tokens follow from its sequence and position alone, whatever the model says.
+//! Invariant: the tokens of a row depend on its sequence and position alone, not on the output of the model.
 
 mod weights;
 
@@ -21,16 +21,16 @@ use weights::{Sizes, Weights};
 pub(super) struct Turn {
     pub(super) moves: Vec<SlotMove>,
     pub(super) pieces: Vec<Piece>,
-    /// What each piece wants, with their picks; nothing said, every row.
+    /// Output of each span, with the selected rows; empty means logits of every row.
     pub(super) wants: Vec<Want>,
     pub(super) picks: Vec<u32>,
 }
 
-/// Added to a sequence, these are its hidden states.
+/// Offset from the number of a sequence to the number of its hidden states.
 const HIDDEN: u32 = 1000;
 
-/// One transformer layer, or one of an encoder and one of a decoder, with embedding and head; all weights in one type,
-/// and the cache in one.
+/// A model with one transformer layer, or one encoder layer and one decoder layer, with embedding and head.
+/// All weights have one format, and the cache has one.
 pub(super) struct Tiny<B: Backend> {
     family: Family,
     pub(super) rig: Rig<B>,
@@ -58,7 +58,7 @@ impl<B: Backend> Tiny<B> {
         });
         if let Mlp::Mixture(scoring) = family.mlp {
             let shape = Family::experts(scoring, sizes.mlp);
-            rig.backend.prepare_moe(&shape, sizes.hidden).expect("room for a small mixture");
+            rig.backend.prepare_moe(&shape, sizes.hidden).expect("memory for a small mixture");
         }
         Tiny {
             book: Book::scattered(page_positions),
@@ -82,21 +82,21 @@ impl<B: Backend> Tiny<B> {
         }
     }
 
-    /// The logits, or the hidden states, of every row that wants them, through the whole load.
-    pub(super) fn serve(&mut self, turns: &[Turn]) -> Answers {
+    /// Runs all steps; returns the requested logits and hidden states of all rows.
+    pub(super) fn serve(&mut self, steps: &[Turn]) -> Answers {
         let mut answers = Answers::new();
-        for turn in turns {
-            self.book.apply(&turn.moves);
-            let mut batch = batch_of(&turn.pieces, Want::All, &mut self.book);
-            batch.moves.clone_from(&turn.moves);
-            batch.picks.clone_from(&turn.picks);
-            for (span, want) in batch.spans.iter_mut().zip(&turn.wants) {
-                span.want = *want;
+        for step in steps {
+            self.book.apply(&step.moves);
+            let mut batch = batch_of(&step.pieces, Want::All, &mut self.book);
+            batch.moves.clone_from(&step.moves);
+            batch.picks.clone_from(&step.picks);
+            for (span, output) in batch.spans.iter_mut().zip(&step.wants) {
+                span.want = *output;
             }
             draw_all(&mut batch);
             self.rig.begin(batch.clone());
             for stack in [SpanStack::Encoder, SpanStack::Decoder] {
-                let rows = rows_of(&turn.pieces, stack);
+                let rows = rows_of(&step.pieces, stack);
                 if self.rig.backend.select(stack) > 0 {
                     let x = self.stack(stack, rows.len());
                     self.head(&x, stack, &batch, &rows, &mut answers);
@@ -108,8 +108,8 @@ impl<B: Backend> Tiny<B> {
         answers
     }
 
-    /// Logits in blocks of as many rows as may exist at once. The tokens drawn are the load's, not the
-    /// model's, so that every schedule sees the same text.
+    /// Computes logits, in blocks of as many rows as can have logits at the same time. The sampled tokens are
+    /// those of the test sequence, not of the model, so that every schedule processes the same text.
     fn head(
         &mut self,
         x: &B::Buf,
@@ -123,10 +123,10 @@ impl<B: Backend> Tiny<B> {
         let mut out = StepOutput::with_capacity(&self.rig.limits);
         for start in (0..rows.len()).step_by(self.rig.limits.logit_rows) {
             let block = start..rows.len().min(start + self.rig.limits.logit_rows);
-            let [mut taken, mut logits] =
+            let [mut gathered, mut logits] =
                 [self.sizes.hidden, vocab].map(|width| self.rig.output(block.len() * width));
-            self.rig.backend.gather(block.clone(), self.sizes.hidden, x, &mut taken);
-            let y = self.normed(block.len(), &taken);
+            self.rig.backend.gather(block.clone(), self.sizes.hidden, x, &mut gathered);
+            let y = self.normed(block.len(), &gathered);
             self.rig.backend.matmul(block.len(), &self.weights.head, None, &y, &mut logits);
             if let Some(cap) = self.family.softcap {
                 self.rig.backend.softcap(block.len(), vocab, cap, &mut logits);
@@ -141,7 +141,7 @@ impl<B: Backend> Tiny<B> {
         }
     }
 
-    /// Hidden states of the spans that want them.
+    /// Returns the hidden states of the spans that request them.
     fn report(
         &mut self,
         x: &B::Buf,
@@ -152,17 +152,16 @@ impl<B: Backend> Tiny<B> {
     ) {
         let y = self.normed(rows.len(), x);
         let mut out = StepOutput::with_capacity(&self.rig.limits);
-        let mut wanted = Vec::new();
+        let mut keys = Vec::new();
         for run in batch.hidden_rows(stack) {
-            wanted
-                .extend(rows[run.clone()].iter().map(|(sequence, position)| (sequence + HIDDEN, *position)));
+            keys.extend(rows[run.clone()].iter().map(|(sequence, position)| (sequence + HIDDEN, *position)));
             self.rig.backend.hidden(run, self.sizes.hidden, &y, &mut out);
         }
-        answers
-            .extend(wanted.into_iter().zip(out.hidden.chunks_exact(self.sizes.hidden).map(<[f32]>::to_vec)));
+        answers.extend(keys.into_iter().zip(out.hidden.chunks_exact(self.sizes.hidden).map(<[f32]>::to_vec)));
     }
 
-    /// Fills every page, and what sources use of the scratch cache, with NaN, as if another sequence had left it there.
+    /// Fills every page, and the scratch positions that encoder inputs use, with NaN, as if another sequence
+    /// had left it there.
     pub(super) fn poison(&mut self) {
         let size = self.rig.limits.page_positions;
         let width = self.sizes.kv_width();
@@ -173,15 +172,19 @@ impl<B: Backend> Tiny<B> {
             let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; size * width]));
             self.rig.backend.store_kv(KvTable::Own, &k, &v, &mut self.cache);
         }
-        let source = |slot| Piece { len: self.rig.limits.source_positions, ..Piece::source(slot) };
-        self.rig.begin(batch_of(&[source(0), source(1)], Want::None, &mut Book::scattered(512)));
+        let encoder_input = |slot| Piece { len: self.rig.limits.source_positions, ..Piece::source(slot) };
+        self.rig.begin(batch_of(
+            &[encoder_input(0), encoder_input(1)],
+            Want::None,
+            &mut Book::scattered(512),
+        ));
         let rows = self.rig.backend.select(SpanStack::Encoder);
         let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; rows * width]));
         self.rig.backend.store_kv(KvTable::Scratch, &k, &v, &mut self.scratch);
     }
 }
 
-/// The weights' own type where keys and values can be stored in it; others take turns.
+/// Returns the format of the weights if the KV cache supports it, another format otherwise.
 fn cache_type(weights: QuantType) -> QuantType {
     match weights {
         QuantType::Q4_0 => QuantType::G4_B64,
@@ -190,17 +193,19 @@ fn cache_type(weights: QuantType) -> QuantType {
     }
 }
 
-/// Layer norm has a bias here, RMS norm none.
+/// Creates a norm; layer norm has a bias here, RMS norm has none.
 fn norm_of<B: Backend>(rig: &mut Rig<B>, kind: NormKind, width: usize) -> Norm<B::Buf> {
     let bias = (kind == NormKind::Layer).then(|| rig.constant(&noise(317, width)));
     Norm { kind, weight: Some(rig.constant(&noise(309, width))), bias, width, eps: 1e-5 }
 }
 
+/// Creates the RoPE of a family, if it has one.
 fn rope_of<B: Backend>(rig: &mut Rig<B>, positions: Positions, head_dim: usize) -> Option<Rope<B::Buf>> {
     let Positions::Rotary(style, dims, lengths) = positions else { return None };
     Some(rope_by(rig, if dims == 0 { head_dim } else { dims }, style, lengths))
 }
 
+/// Creates the relative position bias of a family, if it has one.
 fn bias_of<B: Backend>(rig: &mut Rig<B>, positions: Positions) -> Option<DistanceBias<B::Buf>> {
     let (heads, reach) = (Sizes::HEADS, 150);
     (positions == Positions::Biased).then(|| {

@@ -1,13 +1,13 @@
-//! The small model's matrices, enough for every family.
+//! The matrices of the small model, enough for every family.
 //!
-//! Invariant: their numbers follow from their shapes alone, so that two backends get the same model.
+//! Invariant: their numbers depend on their shapes alone, so that all backends get the same model.
 
 use crate::backend::{Backend, Expert, Weight};
 use crate::conformance::inputs::{scaled, whole};
 use crate::conformance::rig::Rig;
 use crate::quant::QuantType;
 
-/// Odd widths, as far as the type's blocks let them be.
+/// Dimensions of the model: odd as far as the blocks of the format allow.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) hidden: usize,
@@ -15,7 +15,7 @@ pub(super) struct Sizes {
     pub(super) head_dim: usize,
 }
 
-/// (out, in), named after what they make.
+/// The matrices of the model (n, k).
 pub(super) struct Weights<B: Backend> {
     pub(super) table: Weight<B::Buf>,
     pub(super) positions: Weight<B::Buf>,
@@ -60,9 +60,8 @@ impl<B: Backend> Weights<B> {
     pub(super) fn new(rig: &mut Rig<B>, ty: QuantType, sizes: &Sizes) -> Weights<B> {
         let Sizes { hidden, mlp, .. } = *sizes;
         let (vocab, positions) = (rig.limits.vocab, rig.limits.positions);
-        let mut weight = |tag: u32, out: usize, inp: usize| {
-            rig.weight(ty, out, &scaled(tag, out * inp, 2.0 / (inp as f32).sqrt()))
-        };
+        let mut weight =
+            |tag: u32, n: usize, k: usize| rig.weight(ty, n, &scaled(tag, n * k, 2.0 / (k as f32).sqrt()));
         let mut projections = |tag: u32| Projections {
             q: weight(tag, sizes.q_width(), hidden),
             k: weight(tag + 1, sizes.kv_width(), hidden),

@@ -1,6 +1,6 @@
-//! Scores that are more than a scaled product: capped, and biased by distance.
+//! Adjustments of attention scores beyond scaling: soft capping and relative position bias.
 //!
-//! Invariant: a score's adjustment depends on its head, its two positions and the shape alone.
+//! Invariant: the adjustment of a score depends only on its head, its two positions and the shape.
 
 use super::Attention;
 use super::cache::BLOCK;
@@ -8,7 +8,7 @@ use super::query::Query;
 use crate::cpu::activation::capped;
 use crate::cpu::simd::{Kernel, LANES, Simd};
 
-/// The scores of one query vector with a block.
+/// Kernel that scales, caps and biases the scores of one query vector with a block.
 pub struct Adjust<'a> {
     scale: f32,
     softcap: Option<f32>,
@@ -16,15 +16,15 @@ pub struct Adjust<'a> {
     scores: &'a mut [f32; BLOCK],
 }
 
-/// A head's row of the table, and where in it the block's first position is: before its begin, or beyond its end, only
-/// for positions that the query does not see.
+/// A head's row of the bias table, and the index of the block's first position in it. The index lies before
+/// the row's start or beyond its end only for positions that the query does not see.
 struct Biases<'a> {
     table: &'a [f32],
     first: isize,
 }
 
 impl<'a> Adjust<'a> {
-    /// `at` is the position of the block's first key.
+    /// Creates the adjustment of `scores`; `at` is the position of the first key of the block.
     pub fn new(op: &Attention<'a>, query: &Query, at: usize, scores: &'a mut [f32; BLOCK]) -> Adjust<'a> {
         let bias = op.shape.bias.map(|bias| {
             let width = 2 * bias.reach - 1;
@@ -54,7 +54,7 @@ impl Kernel for Adjust<'_> {
     }
 }
 
-/// Sixteen numbers from `first` on; zero where there are none.
+/// Loads sixteen numbers from index `first` on; zero where the index is out of range.
 #[inline(always)]
 fn load_at<S: Simd>(simd: S, numbers: &[f32], first: isize) -> S::V {
     if first >= 0 && first as usize + LANES <= numbers.len() {

@@ -1,9 +1,10 @@
-//! The KV cache's layout, and writing to it.
+//! Layout of the KV cache, and writing to it.
 //!
-//! K and V are (pages, kv_heads, blocks), each of the latter 32 positions of one head, stored as [`Stored`] has it: keys with
-//! the positions side by side, so that their scores are lanes of a vector, and values with those of a position.
+//! K and V are (pages, kv_heads, blocks). A block holds 32 positions of one head, stored as its [`KvFormat`]
+//! defines: keys with the positions side by side, so that their scores are lanes of a vector; values with the
+//! numbers of a position side by side.
 //!
-//! Invariant: whatever lies in a cache was put there by [`store_kv`] or copied with its whole page.
+//! Invariant: all data in a cache was written by [`store_kv`] or copied with its whole page.
 
 use super::stored::{ForStored, Stored, with_stored};
 use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
@@ -13,34 +14,37 @@ use crate::cpu::step::Step;
 use crate::host::HostBuf;
 use std::ops::Range;
 
+/// Positions of a block.
 pub const BLOCK: usize = KvLayout::BLOCK;
 
-/// Where things lie in a layer's cache, in the units it is stored in. Positions are those within the page.
+/// Layout of a layer's cache, in units of its storage format. Positions are those within a page.
 #[derive(Clone, Copy)]
 pub struct Places {
     pub layout: KvLayout,
-    /// Units of a block of K, and of V.
+    /// Units of a block of K and of a block of V.
     k_len: usize,
     v_len: usize,
 }
 
 impl Places {
+    /// Computes the layout for storage format `C`.
     pub fn new<C: Stored>(layout: KvLayout) -> Places {
         Places { layout, k_len: C::k_len(layout.k_dim), v_len: C::v_len(layout.v_dim) }
     }
 
-    /// K of the block of `position`.
+    /// Returns the range in K of the block that holds `position`.
     pub fn k_block(&self, page: Page, head: usize, position: usize) -> Range<usize> {
         let at = self.block(page, head, position) * self.k_len;
         at..at + self.k_len
     }
 
-    /// V of the block of `position`.
+    /// Returns the range in V of the block that holds `position`.
     pub fn v_block(&self, page: Page, head: usize, position: usize) -> Range<usize> {
         let at = self.block(page, head, position) * self.v_len;
         at..at + self.v_len
     }
 
+    /// Returns the index of the block that holds `position`.
     fn block(&self, page: Page, head: usize, position: usize) -> usize {
         let layout = &self.layout;
         assert!((page as usize) < layout.pages, "page {page} is outside the pool");
@@ -49,9 +53,9 @@ impl Places {
     }
 }
 
-/// Allocates one layer's cache.
+/// Allocates the cache of one layer.
 pub fn alloc_kv(layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-    assert!(layout.page_positions.is_multiple_of(BLOCK), "pages hold whole blocks");
+    assert!(layout.page_positions.is_multiple_of(BLOCK), "a page holds whole blocks");
     layout.check_type()?;
     let positions = || layout.pages.checked_mul(layout.kv_heads)?.checked_mul(layout.page_positions);
     let allocate = |which: usize| {
@@ -64,7 +68,7 @@ pub fn alloc_kv(layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
     Ok(KvLayer { k: allocate(0)?, v: allocate(1)?, layout })
 }
 
-/// Copies whole pages.
+/// Copies whole pages within a cache.
 pub fn copy_pages(copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
     for buf in [&mut cache.k, &mut cache.v] {
         let page = buf.len() / cache.layout.pages;
@@ -75,7 +79,8 @@ pub fn copy_pages(copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
     }
 }
 
-/// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to their rows' positions, through `table`.
+/// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to the cache positions of their rows, found
+/// through `table`.
 pub fn store_kv(
     pool: &mut Pool,
     step: &Step,
@@ -84,10 +89,14 @@ pub fn store_kv(
     v: &[f32],
     cache: &mut KvLayer<HostBuf>,
 ) {
-    assert_eq!(cache.layout.page_positions, step.limits.page_positions, "pages of one size");
+    assert_eq!(
+        cache.layout.page_positions, step.limits.page_positions,
+        "the cache and the step have the same page size"
+    );
     with_stored(cache.layout.ty, Store { pool, step, table, k, v, cache });
 }
 
+/// Writes keys and values in the storage format of the cache.
 struct Store<'a> {
     pool: &'a mut Pool,
     step: &'a Step,
@@ -100,7 +109,7 @@ struct Store<'a> {
 impl ForStored for Store<'_> {
     type Out = ();
 
-    /// An item is a KV head: rows may share a page (the sink), heads share nothing.
+    /// Writes all rows. A work item is a KV head: rows may share a page (the null page), heads share nothing.
     fn run<C: Stored>(self) {
         let layout = self.cache.layout;
         let places = Places::new::<C>(layout);
@@ -112,7 +121,7 @@ impl ForStored for Store<'_> {
                 let (page, position) = step.place(step.run_of(row), table, row.position);
                 let (k_at, v_at) =
                     (places.k_block(page, head, position), places.v_block(page, head, position));
-                // SAFETY: both ranges lie in the part of this head, which is this item's alone.
+                // SAFETY: both ranges lie in the part of this head, which only this item writes.
                 let (k_to, v_to) = unsafe { (k_cache.part(k_at), v_cache.part(v_at)) };
                 let (from, at) = (r * layout.kv_heads + head, position % BLOCK);
                 C::put_key(&k[from * layout.k_dim..][..layout.k_dim], at, k_to);

@@ -1,15 +1,19 @@
-//! Blocks of groups: codes in bytes or half-bytes, with a scale, or a multiplier and a least number, for each group of a
-//! position's numbers.
+//! Quantized cache blocks: 8-bit or 4-bit quants, with a scale, or a divisor and a minimum, for each group of
+//! a position's numbers.
 //!
-//! K is (groups): of each group its heads (heads, 32) in F16 and its codes (numbers, 32). V is its heads (groups, heads, 32)
-//! and then its codes (32, v_dim padded to 16; to 32 for half-bytes). So the scales of 32 positions are lanes of a vector for
-//! both, and what a code counts multiplies a sum of products of K, or a weight of V, once for a whole group. Of two half-bytes
-//! the lower is 16 codes before the upper.
+//! K is (groups): each group holds its F16 parameters (parameters, 32) and then its quants (numbers, 32). V
+//! holds its parameters (groups, parameters, 32) and then its quants (32, v_dim padded to 16; to 32 for 4-bit
+//! quants). So the scales of 32 positions are lanes of a vector in both, and the scale multiplies a sum of
+//! products (K) or a weight (V) once for a whole group. The low nibble of a byte comes 16 numbers before the
+//! high nibble.
 //!
-//! - score = Σ over groups of step · (Σ over its numbers of q · code) + least · (Σ of q), each sum in order.
-//! - out = Σ over positions of (p · step) · code, and before a block's positions Σ of p · least, by lanes and their tree.
+//! - score = Σ over groups of scale · (Σ over its numbers of q · quant) + minimum · (Σ of q), each sum in
+//!   order.
+//! - out = Σ over positions of (p · scale) · quant, preceded, for each block of positions, by Σ of p ·
+//!   minimum, summed by lanes and then as a tree.
 //!
-//! Invariant: a sum's order follows from dimensions and positions alone, and a position that is not seen enters nothing.
+//! Invariant: the order of a sum depends only on dimensions and positions, and a position that is not visible
+//! enters nothing.
 
 use super::cache::BLOCK;
 use super::query::Seen;
@@ -19,38 +23,38 @@ use crate::host::HostBuf;
 use crate::quant::{GROUP_BYTES, GROUP_NUMBERS, QuantType};
 use std::marker::PhantomData;
 
-/// Bytes of one F16 for each position of a block.
+/// Bytes of one F16 parameter for each position of a block.
 const HEAD: usize = 2 * BLOCK;
-/// Codes that are loaded together.
+/// Number of quants that are loaded together, called a run.
 const RUN: usize = 2 * LANES;
 
-/// How the codes of a format of groups lie.
+/// A quantized group format: how its quants are stored.
 pub trait Group: Send + Sync + 'static {
     const TY: QuantType;
     /// Numbers of a group.
     const NUMBERS: usize;
-    /// F16 numbers beside a group's codes.
+    /// F16 parameters of a group: 1 (scale) or 2 (divisor and minimum).
     const HEADS: usize;
-    /// Bytes of a run of codes.
+    /// Bytes of a run of quants.
     const BYTES: usize;
-    /// Numbers that a value is padded to a multiple of.
+    /// A value vector is padded to a multiple of this many numbers.
     const PADDED: usize;
 
-    /// The codes of a run (BYTES).
+    /// Loads the quants of a run (BYTES).
     fn load<S: Simd>(simd: S, run: &[u8]) -> [S::V; 2];
-    /// The first sixteen of a run, which may have no more.
+    /// Loads the first sixteen quants of a run, which may have no more.
     fn load_first<S: Simd>(simd: S, run: &[u8]) -> S::V;
-    /// What a code counts, by the first head.
-    fn step<S: Simd>(simd: S, head: S::V) -> S::V;
-    /// Writes code number `at` of a run, as [`crate::quant::Parts`] gives it.
-    fn put(code: u8, at: usize, run: &mut [u8]);
-    /// Reads it.
+    /// Returns the scale of the quants, given the first parameter.
+    fn step<S: Simd>(simd: S, param: S::V) -> S::V;
+    /// Writes quant number `at` of a run, in the form that [`crate::quant::BlockSplit`] uses.
+    fn put(quant: u8, at: usize, run: &mut [u8]);
+    /// Reads quant number `at` of a run.
     fn get(run: &[u8], at: usize) -> u8;
 }
 
-/// [`QuantType::Q8_0`]: signed bytes and a scale.
+/// Groups of [`QuantType::Q8_0`]: signed 8-bit quants and a scale.
 pub struct Bytes;
-/// [`QuantType::G4_B64`]: half-bytes, a multiplier and a least number.
+/// Groups of [`QuantType::G4_B64`]: 4-bit quants, a divisor and a minimum.
 pub struct HalfBytes;
 
 impl Group for Bytes {
@@ -70,11 +74,11 @@ impl Group for Bytes {
         simd.load_i8(signed(&run.as_chunks::<LANES>().0[0]))
     }
     #[inline(always)]
-    fn step<S: Simd>(_: S, head: S::V) -> S::V {
-        head
+    fn step<S: Simd>(_: S, param: S::V) -> S::V {
+        param
     }
-    fn put(code: u8, at: usize, run: &mut [u8]) {
-        run[at] = code ^ 0x80;
+    fn put(quant: u8, at: usize, run: &mut [u8]) {
+        run[at] = quant ^ 0x80;
     }
     fn get(run: &[u8], at: usize) -> u8 {
         run[at] ^ 0x80
@@ -97,83 +101,87 @@ impl Group for HalfBytes {
         simd.load_nibbles(&run.as_chunks::<LANES>().0[0])[0]
     }
     #[inline(always)]
-    fn step<S: Simd>(simd: S, head: S::V) -> S::V {
-        simd.div(simd.splat(1.0), head)
+    fn step<S: Simd>(simd: S, param: S::V) -> S::V {
+        simd.div(simd.splat(1.0), param)
     }
-    fn put(code: u8, at: usize, run: &mut [u8]) {
+    fn put(quant: u8, at: usize, run: &mut [u8]) {
         let (byte, shift) = (&mut run[at % LANES], 4 * (at / LANES));
-        *byte = *byte & !(15 << shift) | code << shift;
+        *byte = *byte & !(15 << shift) | quant << shift;
     }
     fn get(run: &[u8], at: usize) -> u8 {
         run[at % LANES] >> (4 * (at / LANES)) & 15
     }
 }
 
+/// Reinterprets bytes as signed numbers.
 #[inline(always)]
 fn signed(bytes: &[u8; LANES]) -> &[i8; LANES] {
-    // SAFETY: the same bytes, read as numbers with a sign.
+    // SAFETY: the same bytes, read as signed numbers.
     unsafe { &*(&raw const *bytes).cast() }
 }
 
-/// Sixteen F16.
+/// Reinterprets 32 bytes as the bits of sixteen F16 numbers.
 #[inline(always)]
 fn halves(bytes: &[u8; 2 * LANES]) -> [u16; LANES] {
-    // SAFETY: any two bytes are a number, and the array is as long.
+    // SAFETY: any two bytes are a valid number, and both arrays have the same size.
     unsafe { std::mem::transmute(*bytes) }
 }
 
-/// Head number `head` of 32 positions.
+/// Loads parameter number `param` of 32 positions.
 #[inline(always)]
-fn load_head<S: Simd>(simd: S, heads: &[u8], head: usize) -> [S::V; 2] {
-    let both = heads[head * HEAD..].as_chunks::<{ 2 * LANES }>().0;
+fn load_head<S: Simd>(simd: S, params: &[u8], param: usize) -> [S::V; 2] {
+    let both = params[param * HEAD..].as_chunks::<{ 2 * LANES }>().0;
     [simd.load_f16(&halves(&both[0])), simd.load_f16(&halves(&both[1]))]
 }
 
-/// What the codes of 32 positions count.
+/// Loads the scales of 32 positions.
 #[inline(always)]
-fn load_step<S: Simd, G: Group>(simd: S, heads: &[u8]) -> [S::V; 2] {
-    let head = load_head(simd, heads, 0);
-    [G::step(simd, head[0]), G::step(simd, head[1])]
+fn load_step<S: Simd, G: Group>(simd: S, params: &[u8]) -> [S::V; 2] {
+    let param = load_head(simd, params, 0);
+    [G::step(simd, param[0]), G::step(simd, param[1])]
 }
 
-/// Those of groups of `G`.
+/// The storage format of a cache quantized in groups of format `G`.
 pub struct Grouped<G>(PhantomData<G>);
 
 impl<G: Group> Grouped<G> {
-    /// Bytes of a run of `numbers`. Where a cache is made it was seen that they fit.
+    /// Returns the bytes of `numbers` consecutive numbers. The allocation of the cache has checked that they
+    /// fit.
     fn bytes(numbers: usize) -> usize {
         G::TY.run_bytes(numbers).expect("the cache fits memory; this is a bug")
     }
 
-    /// Bytes of V's heads, and of the codes of one position.
+    /// Returns the bytes of V's parameters, and those of the quants of one position.
     #[inline(always)]
     fn v_parts(v_dim: usize) -> (usize, usize) {
         (v_dim.div_ceil(G::NUMBERS) * G::HEADS * HEAD, v_dim.next_multiple_of(G::PADDED) * G::BYTES / RUN)
     }
 
-    /// Codes and heads of a group.
+    /// Quantizes a group; returns its quants and parameters.
     fn coded(numbers: &[f32]) -> ([u8; GROUP_NUMBERS], [u8; 4]) {
         let block = G::TY.quantize_group(numbers);
-        let (mut codes, mut heads) = ([0; GROUP_NUMBERS], [0; 4]);
-        let split = G::TY.parts().expect("groups can be taken apart; this is a bug").split;
-        split(&block[..G::TY.row().block_bytes], &mut codes[..G::NUMBERS], &mut heads[..2 * G::HEADS]);
-        (codes, heads)
+        let (mut quants, mut params) = ([0; GROUP_NUMBERS], [0; 4]);
+        let split =
+            G::TY.parts().expect("the format can be split into quants and parameters; this is a bug").split;
+        split(&block[..G::TY.row().block_bytes], &mut quants[..G::NUMBERS], &mut params[..2 * G::HEADS]);
+        (quants, params)
     }
 
-    /// Writes the heads of a group at position `at` of theirs (heads, 32).
-    fn put_heads(heads: [u8; 4], at: usize, to: &mut [u8]) {
-        for (head, to) in heads.as_chunks::<2>().0.iter().zip(to.chunks_exact_mut(HEAD)).take(G::HEADS) {
-            let half = u16::from_le_bytes(*head).to_ne_bytes();
+    /// Writes the parameters of a group for position `at` to (parameters, 32).
+    fn put_heads(params: [u8; 4], at: usize, to: &mut [u8]) {
+        for (param, to) in params.as_chunks::<2>().0.iter().zip(to.chunks_exact_mut(HEAD)).take(G::HEADS) {
+            let half = u16::from_le_bytes(*param).to_ne_bytes();
             to[2 * at..2 * at + 2].copy_from_slice(&half);
         }
     }
 
-    /// The numbers that codes and heads stand for.
-    fn decoded(codes: &[u8; GROUP_NUMBERS], heads: [u8; 4], out: &mut [f32]) {
+    /// Dequantizes a group, given its quants and parameters.
+    fn decoded(quants: &[u8; GROUP_NUMBERS], params: [u8; 4], out: &mut [f32]) {
         let (mut block, mut values) = ([0; GROUP_BYTES], [0.0; GROUP_NUMBERS]);
         let block = &mut block[..G::TY.row().block_bytes];
-        let join = G::TY.parts().expect("groups can be taken apart; this is a bug").join;
-        join(&codes[..G::NUMBERS], &heads[..2 * G::HEADS], block);
+        let join =
+            G::TY.parts().expect("the format can be split into quants and parameters; this is a bug").join;
+        join(&quants[..G::NUMBERS], &params[..2 * G::HEADS], block);
         G::TY.dequantize(block, &mut values[..G::NUMBERS]);
         out.copy_from_slice(&values[..out.len()]);
     }
@@ -200,43 +208,43 @@ impl<G: Group> Stored for Grouped<G> {
     fn put_key(key: &[f32], at: usize, block: &mut [u8]) {
         let groups = block.chunks_mut(G::HEADS * HEAD + G::NUMBERS * G::BYTES);
         for (numbers, group) in key.chunks(G::NUMBERS).zip(groups) {
-            let (codes, heads) = Self::coded(numbers);
+            let (quants, params) = Self::coded(numbers);
             let (to, runs) = group.split_at_mut(G::HEADS * HEAD);
-            Self::put_heads(heads, at, to);
-            for (code, run) in codes[..numbers.len()].iter().zip(runs.chunks_exact_mut(G::BYTES)) {
-                G::put(*code, at, run);
+            Self::put_heads(params, at, to);
+            for (quant, run) in quants[..numbers.len()].iter().zip(runs.chunks_exact_mut(G::BYTES)) {
+                G::put(*quant, at, run);
             }
         }
     }
 
     fn put_value(value: &[f32], at: usize, block: &mut [u8]) {
-        let (heads_len, stride) = Self::v_parts(value.len());
-        let (all_heads, codes) = block.split_at_mut(heads_len);
-        let runs = &mut codes[at * stride..][..stride];
-        let groups = all_heads.chunks_exact_mut(G::HEADS * HEAD);
+        let (params_len, stride) = Self::v_parts(value.len());
+        let (all_params, quants) = block.split_at_mut(params_len);
+        let runs = &mut quants[at * stride..][..stride];
+        let groups = all_params.chunks_exact_mut(G::HEADS * HEAD);
         for (g, (numbers, to)) in value.chunks(G::NUMBERS).zip(groups).enumerate() {
-            let (codes, heads) = Self::coded(numbers);
-            Self::put_heads(heads, at, to);
-            for (d, code) in (g * G::NUMBERS..).zip(&codes[..numbers.len()]) {
-                G::put(*code, d % RUN, &mut runs[d / RUN * G::BYTES..]);
+            let (quants, params) = Self::coded(numbers);
+            Self::put_heads(params, at, to);
+            for (d, quant) in (g * G::NUMBERS..).zip(&quants[..numbers.len()]) {
+                G::put(*quant, d % RUN, &mut runs[d / RUN * G::BYTES..]);
             }
         }
     }
 
     fn value(block: &[u8], at: usize, out: &mut [f32]) {
-        let (heads_len, stride) = Self::v_parts(out.len());
-        let (all_heads, codes) = block.split_at(heads_len);
-        let runs = &codes[at * stride..][..stride];
-        let groups = all_heads.chunks_exact(G::HEADS * HEAD);
+        let (params_len, stride) = Self::v_parts(out.len());
+        let (all_params, quants) = block.split_at(params_len);
+        let runs = &quants[at * stride..][..stride];
+        let groups = all_params.chunks_exact(G::HEADS * HEAD);
         for (g, (out, from)) in out.chunks_mut(G::NUMBERS).zip(groups).enumerate() {
-            let (mut codes, mut heads) = ([0; GROUP_NUMBERS], [0; 4]);
-            for (head, from) in heads.as_chunks_mut::<2>().0.iter_mut().zip(from.chunks_exact(HEAD)) {
-                *head = u16::from_ne_bytes([from[2 * at], from[2 * at + 1]]).to_le_bytes();
+            let (mut quants, mut params) = ([0; GROUP_NUMBERS], [0; 4]);
+            for (param, from) in params.as_chunks_mut::<2>().0.iter_mut().zip(from.chunks_exact(HEAD)) {
+                *param = u16::from_ne_bytes([from[2 * at], from[2 * at + 1]]).to_le_bytes();
             }
-            for (d, code) in (g * G::NUMBERS..).zip(&mut codes[..out.len()]) {
-                *code = G::get(&runs[d / RUN * G::BYTES..], d % RUN);
+            for (d, quant) in (g * G::NUMBERS..).zip(&mut quants[..out.len()]) {
+                *quant = G::get(&runs[d / RUN * G::BYTES..], d % RUN);
             }
-            Self::decoded(&codes, heads, out);
+            Self::decoded(&quants, params, out);
         }
     }
 
@@ -253,24 +261,24 @@ impl<G: Group> Stored for Grouped<G> {
         while group * G::NUMBERS < k_dim {
             let from = group * G::NUMBERS;
             let numbers = G::NUMBERS.min(k_dim - from);
-            let (heads, behind) = rest.split_at(G::HEADS * HEAD);
-            let (codes, behind) = behind.split_at(numbers * G::BYTES);
+            let (params, behind) = rest.split_at(G::HEADS * HEAD);
+            let (quants, behind) = behind.split_at(numbers * G::BYTES);
             let mut part = q;
             for q in &mut part {
                 *q = &q[from..from + numbers];
             }
-            let products = products::<S, G, T>(simd, part, codes);
-            let step = load_step::<S, G>(simd, heads);
+            let products = products::<S, G, T>(simd, part, quants);
+            let step = load_step::<S, G>(simd, params);
             for t in 0..T {
                 scores[t][0] = simd.mul_add(products[t][0], step[0], scores[t][0]);
                 scores[t][1] = simd.mul_add(products[t][1], step[1], scores[t][1]);
             }
             if G::HEADS == 2 {
-                let least = load_head(simd, heads, 1);
+                let minimum = load_head(simd, params, 1);
                 for t in 0..T {
                     let sum = simd.splat(sums[t][group]);
-                    scores[t][0] = simd.mul_add(sum, least[0], scores[t][0]);
-                    scores[t][1] = simd.mul_add(sum, least[1], scores[t][1]);
+                    scores[t][0] = simd.mul_add(sum, minimum[0], scores[t][0]);
+                    scores[t][1] = simd.mul_add(sum, minimum[1], scores[t][1]);
                 }
             }
             (group, rest) = (group + 1, behind);
@@ -287,30 +295,30 @@ impl<G: Group> Stored for Grouped<G> {
         sums: &mut [f32],
     ) {
         let vectors = sums.len() / T / LANES;
-        let (heads_len, stride) = Self::v_parts(vectors * LANES);
-        let (heads, codes) = v.split_at(heads_len);
-        for (group, heads) in heads.chunks_exact(G::HEADS * HEAD).enumerate() {
-            let weights = weigh::<S, G, T>(simd, seen, p, heads);
+        let (params_len, stride) = Self::v_parts(vectors * LANES);
+        let (params, quants) = v.split_at(params_len);
+        for (group, params) in params.chunks_exact(G::HEADS * HEAD).enumerate() {
+            let weights = weigh::<S, G, T>(simd, seen, p, params);
             let mut at = group * (G::NUMBERS / LANES);
             let end = vectors.min(at + G::NUMBERS / LANES);
             while at + 2 <= end {
-                at += add_columns::<S, G, T, 2>(simd, seen, &weights, (codes, stride), sums, at);
+                at += add_columns::<S, G, T, 2>(simd, seen, &weights, (quants, stride), sums, at);
             }
             if at < end {
-                add_columns::<S, G, T, 1>(simd, seen, &weights, (codes, stride), sums, at);
+                add_columns::<S, G, T, 1>(simd, seen, &weights, (quants, stride), sums, at);
             }
         }
     }
 }
 
-/// The products of T parts of query vectors with a group's codes (numbers, 32).
+/// Returns the dot products of a group's part of T query vectors with the group's quants (numbers, 32).
 #[inline(always)]
-fn products<S: Simd, G: Group, const T: usize>(simd: S, q: [&[f32]; T], codes: &[u8]) -> [[S::V; 2]; T] {
+fn products<S: Simd, G: Group, const T: usize>(simd: S, q: [&[f32]; T], quants: &[u8]) -> [[S::V; 2]; T] {
     for q in q {
-        assert!(q.len() * G::BYTES == codes.len(), "a query's part is as long as a key's");
+        assert!(q.len() * G::BYTES == quants.len(), "the query's part has the length of the key's");
     }
     let mut products = [[simd.splat(0.0); 2]; T];
-    for (d, run) in codes.chunks_exact(G::BYTES).enumerate() {
+    for (d, run) in quants.chunks_exact(G::BYTES).enumerate() {
         let k = G::load(simd, run);
         for t in 0..T {
             // SAFETY: q[t] has an element for each run.
@@ -322,63 +330,66 @@ fn products<S: Simd, G: Group, const T: usize>(simd: S, q: [&[f32]; T], codes: &
     products
 }
 
-/// What the values of a group are added with.
+/// The weights that the values of a group are multiplied with.
 struct Weights<const T: usize> {
-    /// Of each position's codes. Those that are not seen may be anything.
-    codes: [[f32; BLOCK]; T],
-    /// What all positions' least numbers come to.
-    least: [f32; T],
+    /// Weight of the quants of each position; arbitrary for positions that are not visible.
+    quants: [[f32; BLOCK]; T],
+    /// Weighted sum of the minimums of all positions.
+    minimum: [f32; T],
 }
 
+/// Computes the weights of a group from the softmax weights `p` and the parameters of the group.
 #[inline(always)]
 fn weigh<S: Simd, G: Group, const T: usize>(
     simd: S,
     seen: Seen,
     p: &[[f32; BLOCK]; T],
-    heads: &[u8],
+    params: &[u8],
 ) -> Weights<T> {
-    let mut weights = Weights { codes: [[0.0; BLOCK]; T], least: [0.0; T] };
-    let step = load_step::<S, G>(simd, heads);
+    let mut weights = Weights { quants: [[0.0; BLOCK]; T], minimum: [0.0; T] };
+    let step = load_step::<S, G>(simd, params);
     for t in 0..T {
         let (p, _) = p[t].as_chunks::<LANES>();
-        let (codes, _) = weights.codes[t].as_chunks_mut::<LANES>();
+        let (quants, _) = weights.quants[t].as_chunks_mut::<LANES>();
         let p = [simd.load(&p[0]), simd.load(&p[1])];
-        simd.store(simd.mul(p[0], step[0]), &mut codes[0]);
-        simd.store(simd.mul(p[1], step[1]), &mut codes[1]);
+        simd.store(simd.mul(p[0], step[0]), &mut quants[0]);
+        simd.store(simd.mul(p[1], step[1]), &mut quants[1]);
         if G::HEADS == 2 {
-            let least = load_head(simd, heads, 1);
+            let minimum = load_head(simd, params, 1);
             let none = simd.splat(0.0);
-            let [low, high] = seen.choose(simd, [simd.mul(p[0], least[0]), simd.mul(p[1], least[1])], none);
-            weights.least[t] = simd.sum(simd.add(low, high));
+            let [low, high] =
+                seen.choose(simd, [simd.mul(p[0], minimum[0]), simd.mul(p[1], minimum[1])], none);
+            weights.minimum[t] = simd.sum(simd.add(low, high));
         }
     }
     weights
 }
 
-/// The W vectors of columns from `at` on, which is even; gives W. Codes are (32, stride).
+/// Adds the weighted values to W vectors of columns, from vector `at` on, which is even; returns W. The
+/// quants are (32, stride).
 #[inline(always)]
 fn add_columns<S: Simd, G: Group, const T: usize, const W: usize>(
     simd: S,
     seen: Seen,
     weights: &Weights<T>,
-    (codes, stride): (&[u8], usize),
+    (quants, stride): (&[u8], usize),
     sums: &mut [f32],
     at: usize,
 ) -> usize {
     let (sums, _) = sums.as_chunks_mut::<LANES>();
     let vectors = sums.len() / T;
-    let Weights { codes: p, least } = weights;
+    let Weights { quants: p, minimum } = weights;
     let mut totals = [[simd.splat(0.0); W]; T];
     for t in 0..T {
         for w in 0..W {
             totals[t][w] = simd.load(&sums[t * vectors + at + w]);
             if G::HEADS == 2 {
-                totals[t][w] = simd.add(totals[t][w], simd.splat(least[t]));
+                totals[t][w] = simd.add(totals[t][w], simd.splat(minimum[t]));
             }
         }
     }
     for j in seen.from..seen.to {
-        let run = &codes[j * stride + at / 2 * G::BYTES..];
+        let run = &quants[j * stride + at / 2 * G::BYTES..];
         let mut values = [simd.splat(0.0); W];
         if W == 2 {
             [values[0], values[W - 1]] = G::load(simd, run);

@@ -1,17 +1,20 @@
-//! out = softmax(q · kᵀ · scale) · v over a paged cache, each row over the positions its mask lets it see.
+//! Attention: out = softmax(q · kᵀ · scale) · v over a paged KV cache, each row over the positions its mask
+//! lets it see.
 //!
-//! Rows of drawn tokens may take the values of some positions only; they go another way (`sparse.rs`). All others are dense:
-//! the softmax runs along: for each block of 32 positions, in ascending order from the block of the first position
-//! seen, the largest score so far, the weights relative to it, and the sums so far scaled to it. Several query vectors
-//! that share a KV head (heads of a group, neighbouring rows of a span) pass over a block together, so that it is
-//! loaded and converted once.
+//! Rows of generated tokens may use top-k sparse attention, which reads the values of some positions only
+//! (`sparse.rs`). All other rows use dense attention with an online softmax: for each block of 32 positions,
+//! in ascending order from the block of the first visible position, it updates the largest score, the weights
+//! relative to it, and the sums, which are rescaled when the largest score changes. Query vectors that share
+//! a KV head (heads of a group, neighbouring rows of a span) process a block together, so that it is loaded
+//! and converted once.
 //!
-//! That goes for each split of 512 positions by itself, and the results of splits are folded in ascending order
-//! (`partial.rs`). A thread does both for its query vectors, unless that left other threads idle: then a split is a work item,
-//! and folding another job. Which it is changes no result.
+//! This is done separately for each split of 512 positions, and the results of the splits are merged in
+//! ascending order (`partial.rs`). One thread does both for its query vectors, unless that would leave other
+//! threads idle: then each split is a work item, and merging is a second job. The choice does not change any
+//! result.
 //!
-//! Invariant: a query vector's arithmetic is the same in whichever tile it passes, and positions it does
-//! not see enter nothing, be they NaN.
+//! Invariant: the arithmetic of a query vector is the same in whichever tile it is processed, and positions
+//! that it does not see never enter it, even if they hold NaN.
 
 #![allow(unsafe_code)]
 
@@ -46,11 +49,12 @@ use sparse::Sparse;
 use stored::{ForStored, Stored, with_stored};
 use tile::{Kept, Tile};
 
-/// Query vectors of one work item.
+/// Largest number of query vectors in one work item.
 const ITEM_QUERIES: usize = 32;
 
-/// F32 numbers of scratch that each thread needs for a cache, whatever the sequences: for each query vector its sums of values,
-/// those of its own numbers over groups, and what it has of the splits before.
+/// Returns the F32 numbers of scratch that each thread needs for a cache, whatever the sequences: for each
+/// query vector, the sums of values, the sums of its own numbers over groups, and the merged result of
+/// earlier splits.
 pub fn scratch_len(layout: &KvLayout) -> usize {
     struct Groups(usize);
     impl ForStored for Groups {
@@ -63,27 +67,29 @@ pub fn scratch_len(layout: &KvLayout) -> usize {
     ITEM_QUERIES * (padded(layout.v_dim) + groups + partial_len(layout))
 }
 
-/// F32 numbers of a partial result of a cache; [`partials`] says how many there may be.
+/// Returns the F32 numbers of a partial result for a cache; [`partial_capacity`] returns the number of such
+/// results.
 pub fn partial_len(layout: &KvLayout) -> usize {
     partial::len(layout.v_dim)
 }
 
-/// The same for positions of which not all are attended to, whatever the cache.
+/// Returns the F32 numbers of additional scratch that each thread needs for top-k sparse attention, whatever
+/// the cache.
 pub fn sparse_scratch_len(limits: &StepLimits) -> usize {
     if limits.attended.is_all() { 0 } else { sparse::scratch_len(limits.positions) }
 }
 
-/// A value's numbers, and those that fill its last vector.
+/// Returns the length of a value vector, padded to whole SIMD vectors.
 fn padded(v_dim: usize) -> usize {
     v_dim.next_multiple_of(LANES)
 }
 
-/// Groups of a query vector of so many numbers whose sums are needed.
+/// Returns the number of groups of a query vector whose sums are needed.
 fn groups<C: Stored>(k_dim: usize) -> usize {
     k_dim.div_ceil(C::SUMMED.max(1)) * C::SUMMED.min(1)
 }
 
-/// What attention reads.
+/// Inputs of an attention operation.
 pub struct Inputs<'a> {
     pub shape: &'a AttentionShape<'a, HostBuf>,
     /// (rows, heads, k_dim).
@@ -91,8 +97,8 @@ pub struct Inputs<'a> {
     pub cache: &'a KvLayer<HostBuf>,
 }
 
-/// out (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len` numbers per thread, and partial results as
-/// far as it is longer.
+/// Computes attention to `out` (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len`
+/// numbers per thread; the remainder is used for partial results.
 pub fn attention(
     pool: &mut Pool,
     level: Level,
@@ -103,26 +109,40 @@ pub fn attention(
 ) {
     let Inputs { shape, q, cache } = inputs;
     let layout = cache.layout;
-    assert!(shape.heads.is_multiple_of(layout.kv_heads), "query heads share KV heads evenly");
-    assert_eq!(layout.page_positions, step.limits.page_positions, "pages of one size");
-    assert!(shape.mask.suits(shape.table), "{:?} has no meaning over {:?}", shape.mask, shape.table);
-    assert!(shape.bias.is_none_or(|bias| bias.heads == shape.heads), "a bias for each head");
+    assert!(
+        shape.heads.is_multiple_of(layout.kv_heads),
+        "the number of query heads is a multiple of the number of KV heads"
+    );
+    assert_eq!(
+        layout.page_positions, step.limits.page_positions,
+        "the cache and the step have the same page size"
+    );
+    assert!(
+        shape.mask.suits(shape.table),
+        "mask {:?} cannot be used with page table {:?}",
+        shape.mask,
+        shape.table
+    );
+    assert!(
+        shape.bias.is_none_or(|bias| bias.heads == shape.heads),
+        "the relative position bias has one row per head"
+    );
     let group = shape.heads / layout.kv_heads;
     let thread_len = scratch_len(&layout) + sparse_scratch_len(&step.limits);
     let threads = pool.threads();
-    let room = (scratch.len() - threads * thread_len) / partial_len(&layout);
-    let plan = Plan::new(step, shape, layout.kv_heads, threads, room);
+    let capacity = (scratch.len() - threads * thread_len) / partial_len(&layout);
+    let plan = Plan::new(step, shape, layout.kv_heads, threads, capacity);
     let (out, scratch) = (Parts::new(out), Parts::new(scratch));
     let op = Attention { step, shape, group, layout, q, cache, out };
-    assert!(op.is_reached(), "the bias reaches every distance");
+    assert!(op.is_reached(), "the relative position bias covers every distance");
     with_stored(layout.ty, Attend { pool, level, op: &op, plan, scratch, thread_len });
 }
 
-/// One attention operation, as the threads see it.
+/// An attention operation, shared by the threads.
 struct Attention<'a> {
     step: &'a Step,
     shape: &'a AttentionShape<'a, HostBuf>,
-    /// Query heads of a KV head.
+    /// Query heads per KV head.
     group: usize,
     layout: KvLayout,
     q: &'a [f32],
@@ -130,12 +150,13 @@ struct Attention<'a> {
     out: Parts<'a, f32>,
 }
 
+/// Runs an attention operation for the storage format of its cache.
 struct Attend<'a, 'b> {
     pool: &'a mut Pool,
     level: Level,
     op: &'a Attention<'b>,
     plan: Plan,
-    /// (threads, thread_len), and then partial results.
+    /// Scratch of each thread (threads, thread_len), followed by the partial results.
     scratch: Parts<'a, f32>,
     thread_len: usize,
 }
@@ -154,15 +175,15 @@ impl ForStored for Attend<'_, '_> {
             attend::<C>(level, op, places, op.item(item), (scratch, partials));
         });
         pool.run(plan.folds, |_, tile| {
-            let Item { run, kv_head, queries, apart } = op.tile(tile);
-            if let Some(apart) = apart {
-                level.run(Fold { op, run, kv_head, queries, apart, partials });
+            let Item { run: span, kv_head, queries, apart: results } = op.tile(tile);
+            if let Some(results) = results {
+                level.run(Fold { op, span, kv_head, queries, apart: results, partials });
             }
         });
     }
 }
 
-/// Does one work item, with a thread's scratch.
+/// Computes one work item, with a thread's scratch.
 fn attend<C: Stored>(
     level: Level,
     op: &Attention,
@@ -172,15 +193,15 @@ fn attend<C: Stored>(
 ) {
     let (scratch, scores) = scratch.split_at_mut(scratch_len(&op.layout));
     let (sums, scratch) = scratch.split_at_mut(ITEM_QUERIES * padded(op.layout.v_dim));
-    let (folded, q_sums) = scratch.split_at_mut(ITEM_QUERIES * partials.len);
-    let Item { run, kv_head, queries, apart } = item;
-    let kept = match apart {
-        Some(apart) => Kept::Apart(apart, partials),
-        None => Kept::Folded(folded),
+    let (merged, q_sums) = scratch.split_at_mut(ITEM_QUERIES * partials.len);
+    let Item { run: span, kv_head, queries, apart: results } = item;
+    let output = match results {
+        Some(results) => Kept::Apart(results, partials),
+        None => Kept::Folded(merged),
     };
     let (k, v) = (C::of(&op.cache.k), C::of(&op.cache.v));
-    let tile = Tile::<C> { op, places, k, v, run, kv_head, queries, sums, q_sums, kept };
-    match Way::of(&op.step.limits, op.shape.table, run) {
+    let tile = Tile::<C> { op, places, k, v, span, kv_head, queries, sums, q_sums, kept: output };
+    match Way::of(&op.step.limits, op.shape.table, span) {
         Way::Nothing => tile.see_nothing(),
         Way::OwnValue => tile.copy_own_value(),
         Way::Some => level.run(Sparse { tile, scores }),
@@ -189,7 +210,8 @@ fn attend<C: Stored>(
 }
 
 impl Attention<'_> {
-    /// Whether the bias, if there is one, has an entry for every position that a row sees.
+    /// Returns whether the relative position bias, if there is one, has an entry for every position that a
+    /// row sees.
     fn is_reached(&self) -> bool {
         let Some(bias) = self.shape.bias else { return true };
         self.step.rows().iter().all(|row| {

@@ -1,10 +1,13 @@
-//! What a query vector has of one split, and of several: the sums of weighted values, the sum of the weights, and the largest
-//! score, which weights are relative to.
+//! Partial results of attention: the result of a query vector for one split or several, which is the sums of
+//! weighted values, the sum of the weights, and the largest score, which the weights are relative to. Two
+//! results are merged as follows:
 //!
 //! - largest = max(largest, other largest)
-//! - sums = sums · e^(own largest - largest) + other sums · e^(other largest - largest), and so the sum of the weights.
+//! - sums = sums · e^(own largest - largest) + other sums · e^(other largest - largest), and likewise the sum
+//!   of the weights.
 //!
-//! Invariant: splits are folded in ascending order, from the first that the query vector sees, and no other enters.
+//! Invariant: splits are merged in ascending order, from the first that the query vector sees, and no others
+//! are merged.
 
 use super::plan::Apart;
 use super::query::Query;
@@ -14,16 +17,17 @@ use crate::cpu::simd::{Kernel, LANES, Simd, exp};
 use crate::cpu::step::Run;
 use std::ops::Range;
 
-/// F32 numbers of a partial result: its sums, and a vector of [`Part::rest`].
+/// Returns the F32 numbers of a partial result: its sums, and a vector of [`PartialResult::rest`].
 pub fn len(v_dim: usize) -> usize {
     padded(v_dim) + LANES
 }
 
-/// In the last vector of a partial result.
+/// Index of the largest score in the last vector of a partial result.
 const LARGEST: usize = 0;
+/// Index of the sum of the weights in the last vector of a partial result.
 const TOTAL: usize = 1;
 
-/// Where partial results are kept: (results, len) from `start` on.
+/// Storage of partial results: (results, len) from `start` on.
 #[derive(Clone, Copy)]
 pub struct Partials<'a> {
     pub numbers: &'a Parts<'a, f32>,
@@ -32,8 +36,10 @@ pub struct Partials<'a> {
 }
 
 impl<'a> Partials<'a> {
+    /// Returns partial results for writing.
+    ///
     /// # Safety
-    /// - Nobody else uses any of these results meanwhile.
+    /// - No one else uses any of these results while the returned slice is alive.
     #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
     pub unsafe fn part(&self, results: Range<usize>) -> &'a mut [f32] {
         let numbers = self.start + results.start * self.len..self.start + results.end * self.len;
@@ -42,7 +48,7 @@ impl<'a> Partials<'a> {
     }
 }
 
-/// A split's result, as it comes.
+/// The result of a query vector for one split.
 #[derive(Clone, Copy)]
 pub struct Part<'a> {
     sums: &'a [f32],
@@ -50,24 +56,27 @@ pub struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
+    /// Creates a result from the sums of weighted values, the largest score and the sum of the weights.
     pub fn new(sums: &'a [f32], largest: f32, total: f32) -> Part<'a> {
         let mut rest = [0.0; LANES];
         (rest[LARGEST], rest[TOTAL]) = (largest, total);
         Part { sums, rest }
     }
 
+    /// Reads a stored result.
     fn kept(numbers: &'a [f32]) -> Part<'a> {
         let (sums, rest) = numbers.split_at(numbers.len() - LANES);
         Part::new(sums, rest[LARGEST], rest[TOTAL])
     }
 
+    /// Stores the result.
     pub fn keep(&self, to: &mut [f32]) {
         let (sums, rest) = to.split_at_mut(self.sums.len());
         sums.copy_from_slice(self.sums);
         rest.copy_from_slice(&self.rest);
     }
 
-    /// Adds this split to those before it.
+    /// Merges this result into that of the earlier splits, which is stored in `to`.
     #[inline(always)]
     pub fn fold<S: Simd>(&self, simd: S, to: &mut [f32]) {
         let (sums, rest) = to.split_at_mut(self.sums.len());
@@ -81,13 +90,14 @@ impl<'a> Part<'a> {
     }
 }
 
-/// What weights are relative to where this is the largest score: with none but infinitely small ones, no weight is to be NaN.
+/// Returns the value that weights are relative to, given the largest score. It is 0 if all scores are
+/// negative infinity, so that no weight becomes NaN.
 #[inline(always)]
 pub fn base(largest: f32) -> f32 {
     if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }
 
-/// to = to · its factor + from · its factor
+/// Computes to = to · own + from · other.
 #[inline(always)]
 fn add<S: Simd>(simd: S, (from, other): (&[f32], S::V), (to, own): (&mut [f32], S::V)) {
     for (from, to) in from.as_chunks::<LANES>().0.iter().zip(to.as_chunks_mut::<LANES>().0) {
@@ -96,10 +106,10 @@ fn add<S: Simd>(simd: S, (from, other): (&[f32], S::V), (to, own): (&mut [f32], 
     }
 }
 
-/// A tile whose splits' results are all there.
+/// Kernel that merges the results of the splits of a tile and writes its output, once all are computed.
 pub struct Fold<'a, 'b> {
     pub op: &'a Attention<'b>,
-    pub run: &'a Run,
+    pub span: &'a Run,
     pub kv_head: usize,
     pub queries: Range<usize>,
     pub apart: Apart,
@@ -112,7 +122,7 @@ impl Kernel for Fold<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         for (number, query) in self.queries.clone().enumerate() {
-            let query = self.op.query(self.run, self.kv_head, query);
+            let query = self.op.query(self.span, self.kv_head, query);
             let results = self.apart.of(number, query.splits());
             // SAFETY: a query vector belongs to one tile, and so do its results.
             let results = unsafe { self.partials.part(results) };
@@ -121,7 +131,7 @@ impl Kernel for Fold<'_, '_> {
     }
 }
 
-/// Folds the results of all splits that a query vector sees into the first, and writes what comes out.
+/// Merges the results of all splits that a query vector sees into the first, and writes the output.
 #[inline(always)]
 fn write_folded<S: Simd>(simd: S, op: &Attention, query: &Query, results: &mut [f32], len: usize) {
     if results.is_empty() {
@@ -134,7 +144,7 @@ fn write_folded<S: Simd>(simd: S, op: &Attention, query: &Query, results: &mut [
     write(simd, op, query, whole);
 }
 
-/// Writes a query vector's result.
+/// Writes a query vector's output from its stored result.
 #[inline(always)]
 pub fn write<S: Simd>(simd: S, op: &Attention, query: &Query, whole: &[f32]) {
     let whole = Part::kept(whole);

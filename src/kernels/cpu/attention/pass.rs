@@ -1,6 +1,7 @@
 //! One pass of query vectors over a block of K and V.
 //!
-//! Invariant: how many pass together decides only when a block is loaded, never what is added to what.
+//! Invariant: the number of query vectors in a pass decides only when a block is loaded, never the order of
+//! additions.
 
 use super::cache::BLOCK;
 use super::partial::base;
@@ -10,15 +11,16 @@ use super::tile::Tile;
 use super::{ITEM_QUERIES, padded};
 use crate::cpu::simd::{LANES, Simd, exp};
 
-/// What a query vector has besides its sums: the largest score so far, and the sum of the weights, by lane.
+/// Online softmax state of the query vectors of a tile, besides their sums: the largest score so far, and the
+/// sum of the weights, by lane.
 pub struct Weights<S: Simd> {
     pub largest: [f32; ITEM_QUERIES],
     pub totals: [S::V; ITEM_QUERIES],
 }
 
 impl<C: Stored> Tile<'_, '_, C> {
-    /// Lets queries from `first` on pass over a block, as many as the instruction set has room for; gives their number. What it
-    /// has none for is not even compiled.
+    /// Processes a block for queries from `first` on, as many as the instruction set has registers for;
+    /// returns their number. Larger passes are not even compiled for it.
     #[inline(always)]
     pub fn pass_some<S: Simd>(
         &mut self,
@@ -41,7 +43,7 @@ impl<C: Stored> Tile<'_, '_, C> {
         self.pass::<S, 1>(simd, queries, first, block, weights)
     }
 
-    /// Lets queries `first..first + T` of the tile pass over a block; gives T.
+    /// Processes a block for queries `first..first + T` of the tile; returns T.
     #[inline(always)]
     fn pass<S: Simd, const T: usize>(
         &mut self,
@@ -70,7 +72,7 @@ impl<C: Stored> Tile<'_, '_, C> {
         }
         let padded = padded(self.op.layout.v_dim);
         let sums = &mut self.sums[first * padded..][..T * padded];
-        // What they see ascends, so between two alike all are alike.
+        // Visible ranges ascend, so if the first and the last are equal, all are.
         if seen[0] == seen[T - 1] {
             C::add_values::<S, T>(simd, seen[0], &p, v, sums);
         } else {
@@ -81,8 +83,8 @@ impl<C: Stored> Tile<'_, '_, C> {
         T
     }
 
-    /// Weights of the positions that query number `query` of the tile sees of a block, relative to
-    /// the largest score so far; what was summed relative to an earlier one is scaled to it.
+    /// Returns the weights of the positions of a block that query number `query` of the tile sees, relative
+    /// to the largest score so far. If this block raises the largest score, rescales the earlier sums to it.
     #[inline(always)]
     fn weigh<S: Simd>(
         &mut self,

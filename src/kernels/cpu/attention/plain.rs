@@ -1,7 +1,7 @@
-//! Blocks of numbers that are stored each by itself: K is (k_dim, 32), V is (32, v_dim padded to 16).
+//! Cache blocks of floating-point numbers: K is (k_dim, 32), V is (32, v_dim padded to 16).
 //!
-//! Invariant: a sum takes its terms in the order of dimensions, or of positions, however many query vectors and columns go
-//! together.
+//! Invariant: a sum takes its terms in the order of dimensions, or of positions, however many query vectors
+//! and columns are processed together.
 
 use super::cache::BLOCK;
 use super::query::Seen;
@@ -10,7 +10,7 @@ use crate::cpu::simd::{Code, LANES, Simd};
 use crate::host::HostBuf;
 use std::marker::PhantomData;
 
-/// Those of code `C`.
+/// The storage format of a cache of floating-point format `C`.
 pub struct Plain<C>(PhantomData<C>);
 
 impl<C: Code> Stored for Plain<C> {
@@ -32,12 +32,12 @@ impl<C: Code> Stored for Plain<C> {
     }
 
     fn put_key(key: &[f32], at: usize, block: &mut [C::Raw]) {
-        let mut codes = [C::Raw::default(); 4 * LANES];
-        let blocks = block.chunks_mut(codes.len() * BLOCK);
-        for (key, block) in key.chunks(codes.len()).zip(blocks) {
-            C::encode(key, &mut codes[..key.len()]);
-            for (code, dim) in codes.iter().zip(block.chunks_exact_mut(BLOCK)) {
-                dim[at] = *code;
+        let mut encoded = [C::Raw::default(); 4 * LANES];
+        let blocks = block.chunks_mut(encoded.len() * BLOCK);
+        for (key, block) in key.chunks(encoded.len()).zip(blocks) {
+            C::encode(key, &mut encoded[..key.len()]);
+            for (number, dim) in encoded.iter().zip(block.chunks_exact_mut(BLOCK)) {
+                dim[at] = *number;
             }
         }
     }
@@ -59,7 +59,7 @@ impl<C: Code> Stored for Plain<C> {
     ) -> [[S::V; 2]; T] {
         let pairs = k.as_chunks::<LANES>().0.as_chunks::<2>().0;
         for q in q {
-            assert!(q.len() >= pairs.len(), "a query is as wide as a key");
+            assert!(q.len() >= pairs.len(), "a query has the width of a key");
         }
         let mut scores = [[simd.splat(0.0); 2]; T];
         for (d, k) in pairs.iter().enumerate() {
@@ -93,7 +93,7 @@ impl<C: Code> Stored for Plain<C> {
     }
 }
 
-/// The W vectors of columns from `at` on; gives W.
+/// Adds the weighted values to W vectors of columns, from vector `at` on; returns W.
 #[inline(always)]
 fn add_columns<S: Simd, C: Code, const T: usize, const W: usize>(
     simd: S,

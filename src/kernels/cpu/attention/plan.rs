@@ -1,6 +1,8 @@
-//! Which work items an operation has: tiles of query vectors, or the splits of tiles where those are too few for the threads.
+//! Work items of an attention operation: tiles of query vectors, or splits of tiles if there are too few
+//! tiles for the threads.
 //!
-//! Invariant: a plan says who computes something, never what; numbers of items ascend with runs.
+//! Invariant: a plan decides which thread computes something, never what is computed. Item numbers ascend
+//! with spans.
 
 use super::{Attention, ITEM_QUERIES};
 use crate::backend::{AttentionShape, KvLayout, KvTable, Mask, StepLimits};
@@ -9,86 +11,89 @@ use crate::cpu::step::{Run, Step};
 use crate::host::HostBuf;
 use std::ops::Range;
 
-/// Positions of a split, counted from a sequence's first: whole blocks.
+/// Positions of a split, counted from a sequence's first: a whole number of blocks.
 pub const SPLIT: usize = 16 * KvLayout::BLOCK;
-/// Partial results that there is room for, by thread.
+/// Largest number of partial results per thread.
 const THREAD_PARTIALS: usize = 512;
 
-/// A run's share of the work items.
+/// The work items of one span.
 pub struct RunItems {
-    /// Its query vectors for one KV head.
+    /// The span's query vectors for one KV head.
     queries: usize,
-    /// Items up to its last one, those of the runs before it included; and the same if every item were a tile.
+    /// Number of items up to and including the last one of this span, and the same if every item were a tile.
     end: usize,
     tiles_end: usize,
-    /// The splits that are items of their own; none where a tile is one item.
+    /// Splits that are items of their own; empty if a tile is one item.
     splits: Range<usize>,
-    /// Number of its first partial result. Each of its query vectors, by KV head, has one of each split.
-    partials: usize,
+    /// Number of its first partial result. Each of its query vectors, by KV head, has one for each split.
+    first_partial: usize,
 }
 
-/// How many items there are.
+/// The number of work items of an operation.
 pub struct Plan {
     pub items: usize,
-    /// Items of the job that folds partial results: all tiles. None where there are no such results.
+    /// Items of the job that merges partial results: all tiles, or 0 if there are no such results.
     pub folds: usize,
 }
 
-/// Query vectors of one run that share a KV head.
+/// A work item: query vectors of one span that share a KV head.
 pub struct Item<'a> {
     pub run: &'a Run,
     pub kv_head: usize,
-    /// Counted by row and then by head of the group.
+    /// Numbers of the query vectors, counted by row and then by head of the group.
     pub queries: Range<usize>,
-    /// Where its splits' results are kept apart.
+    /// Storage of the results of its splits, if these are separate items.
     pub apart: Option<Apart>,
 }
 
 /// The partial results of a tile.
 pub struct Apart {
-    /// Those splits that its run has; of an item, the one that is to be done.
+    /// All splits of the span; for a work item, the one split to compute.
     pub splits: Range<usize>,
-    /// Number of the first query vector's first result, and results of each vector.
+    /// Number of the first query vector's first result, and number of results of each vector.
     first: usize,
     stride: usize,
     /// The split of the first result.
     from: usize,
 }
 
-/// What is to be done for the rows of a run.
+/// How attention is computed for the rows of a span.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Way {
-    /// A hole sees itself alone, or no source.
+    /// A hole sees only itself: the output is its own value.
     OwnValue,
+    /// A hole sees no encoder input: the output is zero.
     Nothing,
-    /// Some positions' values are taken.
+    /// Top-k sparse attention: the values of some positions only.
     Some,
+    /// Dense attention: the values of all visible positions.
     All,
 }
 
 impl Way {
-    pub fn of(limits: &StepLimits, table: KvTable, run: &Run) -> Way {
-        match (run.table, table) {
+    /// Returns the method for the rows of `span`.
+    pub fn of(limits: &StepLimits, table: KvTable, span: &Run) -> Way {
+        match (span.table, table) {
             (SpanTable::Sink, KvTable::Cross) => Way::Nothing,
             (SpanTable::Sink, _) => Way::OwnValue,
-            (SpanTable::Own, KvTable::Own) if run.drawn && !limits.attended.is_all() => Way::Some,
+            (SpanTable::Own, KvTable::Own) if span.drawn && !limits.attended.is_all() => Way::Some,
             _ => Way::All,
         }
     }
 }
 
-/// Partial results that a device of so many threads has room for.
+/// Returns the number of partial results that a device with so many threads has memory for.
 pub fn partials(limits: &StepLimits, threads: usize) -> usize {
     let splits = limits.positions.max(limits.source_positions).div_ceil(SPLIT);
     if splits < 2 || threads < 2 { 0 } else { threads * THREAD_PARTIALS.min(ITEM_QUERIES * splits) }
 }
 
-/// The positions that a row of the run sees from `position`.
-pub fn seen(shape: &AttentionShape<HostBuf>, run: &Run, position: usize) -> Range<usize> {
+/// Returns the positions that a row of `span` at `position` sees.
+pub fn seen(shape: &AttentionShape<HostBuf>, span: &Run, position: usize) -> Range<usize> {
     let (before, end) = match (shape.mask, shape.table) {
         (Mask::Causal { window }, _) => (window.map(|window| window - 1), position + 1),
         (Mask::Whole { window }, table) => {
-            let whole = if table == KvTable::Cross { run.source } else { run.len };
+            let whole = if table == KvTable::Cross { span.source } else { span.len };
             (window, window.map_or(whole, |after| whole.min(position + after + 1)))
         }
     };
@@ -96,73 +101,78 @@ pub fn seen(shape: &AttentionShape<HostBuf>, run: &Run, position: usize) -> Rang
     first.min(end)..end
 }
 
-/// The splits of a range of positions.
+/// Returns the splits that a range of positions covers.
 #[inline(always)]
 pub fn splits(seen: &Range<usize>) -> Range<usize> {
     if seen.is_empty() { 0..0 } else { seen.start / SPLIT..seen.end.div_ceil(SPLIT) }
 }
 
 impl Plan {
-    /// Notes each run's share. `room` counts partial results.
+    /// Plans the work items and stores those of each span in `step`. `capacity` is the number of partial
+    /// results that fit the scratch.
     pub fn new(
         step: &mut Step,
         shape: &AttentionShape<HostBuf>,
         kv_heads: usize,
         threads: usize,
-        room: usize,
+        capacity: usize,
     ) -> Plan {
-        let mut shares = std::mem::take(&mut step.run_items);
-        shares.clear();
-        shares.extend(step.runs().iter().map(|run| RunItems::of(&step.limits, shape, kv_heads, run)));
-        if !pays(&shares, kv_heads, threads, room) {
-            shares.iter_mut().for_each(|share| share.splits = 0..0);
+        let mut span_items = std::mem::take(&mut step.run_items);
+        span_items.clear();
+        span_items.extend(step.runs().iter().map(|span| RunItems::of(&step.limits, shape, kv_heads, span)));
+        if !pays(&span_items, kv_heads, threads, capacity) {
+            span_items.iter_mut().for_each(|items| items.splits = 0..0);
         }
-        let (mut plan, mut partials, mut is_apart) = (Plan { items: 0, folds: 0 }, 0, false);
-        for share in &mut shares {
-            plan.items += share.tiles(kv_heads) * share.splits.len().max(1);
-            plan.folds += share.tiles(kv_heads);
-            is_apart |= !share.splits.is_empty();
-            (share.end, share.tiles_end, share.partials) = (plan.items, plan.folds, partials);
-            partials += share.partials(kv_heads);
+        let (mut plan, mut partials, mut is_split) = (Plan { items: 0, folds: 0 }, 0, false);
+        for items in &mut span_items {
+            plan.items += items.tiles(kv_heads) * items.splits.len().max(1);
+            plan.folds += items.tiles(kv_heads);
+            is_split |= !items.splits.is_empty();
+            (items.end, items.tiles_end, items.first_partial) = (plan.items, plan.folds, partials);
+            partials += items.partials(kv_heads);
         }
-        step.run_items = shares;
-        Plan { folds: if is_apart { plan.folds } else { 0 }, ..plan }
+        step.run_items = span_items;
+        Plan { folds: if is_split { plan.folds } else { 0 }, ..plan }
     }
 }
 
-/// Whether splits are to be items: one tile is more than half of a thread's fair share of the work, and there is room.
-fn pays(shares: &[RunItems], kv_heads: usize, threads: usize, room: usize) -> bool {
-    let work = shares.iter().map(|share| share.tiles(kv_heads) * share.splits.len().max(1)).sum::<usize>();
-    let longest = shares.iter().map(|share| share.splits.len()).max().unwrap_or(0);
-    let partials = shares.iter().map(|share| share.partials(kv_heads)).sum::<usize>();
-    threads > 1 && longest > 1 && work < 2 * threads * longest && partials <= room
+/// Returns whether splits should be work items: one tile is more than half of a thread's fair share of the
+/// work, and the partial results fit.
+fn pays(span_items: &[RunItems], kv_heads: usize, threads: usize, capacity: usize) -> bool {
+    let work =
+        span_items.iter().map(|items| items.tiles(kv_heads) * items.splits.len().max(1)).sum::<usize>();
+    let longest = span_items.iter().map(|items| items.splits.len()).max().unwrap_or(0);
+    let partials = span_items.iter().map(|items| items.partials(kv_heads)).sum::<usize>();
+    threads > 1 && longest > 1 && work < 2 * threads * longest && partials <= capacity
 }
 
 impl RunItems {
-    /// What follows from the run alone. It has splits where it sees more than one.
-    fn of(limits: &StepLimits, shape: &AttentionShape<HostBuf>, kv_heads: usize, run: &Run) -> RunItems {
-        // What rows see ascends.
-        let (first, last) = (seen(shape, run, run.start), seen(shape, run, run.start + run.len - 1));
-        let splits = match Way::of(limits, shape.table, run) {
+    /// Computes what depends on the span alone. It has splits only if it sees more than one.
+    fn of(limits: &StepLimits, shape: &AttentionShape<HostBuf>, kv_heads: usize, span: &Run) -> RunItems {
+        // The visible ranges of rows ascend.
+        let (first, last) = (seen(shape, span, span.start), seen(shape, span, span.start + span.len - 1));
+        let splits = match Way::of(limits, shape.table, span) {
             Way::All => splits(&(first.start..last.end)),
             _ => 0..0,
         };
         let splits = if splits.len() > 1 { splits } else { 0..0 };
-        let queries = run.len * (shape.heads / kv_heads);
-        RunItems { queries, end: 0, tiles_end: 0, splits, partials: 0 }
+        let queries = span.len * (shape.heads / kv_heads);
+        RunItems { queries, end: 0, tiles_end: 0, splits, first_partial: 0 }
     }
 
+    /// Returns the number of tiles.
     fn tiles(&self, kv_heads: usize) -> usize {
         kv_heads * self.queries.div_ceil(ITEM_QUERIES)
     }
 
+    /// Returns the number of partial results.
     fn partials(&self, kv_heads: usize) -> usize {
         kv_heads * self.queries * self.splits.len()
     }
 }
 
 impl Apart {
-    /// Where the results of query vector number `query` of the tile lie that are of these splits.
+    /// Returns the numbers of the results of query vector number `query` of the tile for the given splits.
     #[inline(always)]
     pub fn of(&self, query: usize, splits: Range<usize>) -> Range<usize> {
         if splits.is_empty() {
@@ -174,39 +184,39 @@ impl Apart {
 }
 
 impl<'a> Attention<'a> {
-    /// What work item `item` is.
+    /// Returns work item number `item`.
     pub fn item(&self, item: usize) -> Item<'a> {
-        let number = self.step.run_items.partition_point(|share| share.end <= item);
-        let share = &self.step.run_items[number];
+        let number = self.step.run_items.partition_point(|items| items.end <= item);
+        let items = &self.step.run_items[number];
         let within = item - if number == 0 { 0 } else { self.step.run_items[number - 1].end };
-        let splits = share.splits.len().max(1);
+        let splits = items.splits.len().max(1);
         let mut tile = self.tile_of(number, within / splits);
-        if let Some(apart) = &mut tile.apart {
-            let split = apart.from + within % splits;
-            apart.splits = split..split + 1;
+        if let Some(results) = &mut tile.apart {
+            let split = results.from + within % splits;
+            results.splits = split..split + 1;
         }
         tile
     }
 
-    /// What tile `tile` is.
+    /// Returns tile number `tile`.
     pub fn tile(&self, tile: usize) -> Item<'a> {
-        let number = self.step.run_items.partition_point(|share| share.tiles_end <= tile);
+        let number = self.step.run_items.partition_point(|items| items.tiles_end <= tile);
         let before = if number == 0 { 0 } else { self.step.run_items[number - 1].tiles_end };
         self.tile_of(number, tile - before)
     }
 
-    /// Tile `tile` of run `number`.
+    /// Returns tile number `tile` of span number `number`.
     fn tile_of(&self, number: usize, tile: usize) -> Item<'a> {
-        let (share, run) = (&self.step.run_items[number], &self.step.runs()[number]);
+        let (items, span) = (&self.step.run_items[number], &self.step.runs()[number]);
         let (kv_head, first) = (tile % self.layout.kv_heads, tile / self.layout.kv_heads * ITEM_QUERIES);
-        let stride = share.splits.len();
-        let apart = (stride > 0).then(|| Apart {
-            splits: share.splits.clone(),
-            first: share.partials + (kv_head * share.queries + first) * stride,
+        let stride = items.splits.len();
+        let results = (stride > 0).then(|| Apart {
+            splits: items.splits.clone(),
+            first: items.first_partial + (kv_head * items.queries + first) * stride,
             stride,
-            from: share.splits.start,
+            from: items.splits.start,
         });
-        Item { run, kv_head, queries: first..(first + ITEM_QUERIES).min(share.queries), apart }
+        Item { run: span, kv_head, queries: first..(first + ITEM_QUERIES).min(items.queries), apart: results }
     }
 }
 
@@ -216,10 +226,10 @@ mod tests {
     use crate::backend::Share;
     use crate::batch::{Span, SpanModel, SpanStack, SpanTokens, StepBatch, Want};
 
-    /// A step of these runs of sequences: (start, rows). Every second one's only token was drawn.
-    fn step(runs: &[(u32, u32)], attended: Share) -> Step {
+    /// Returns a step of these spans: (start, rows). The only token of every second one was generated.
+    fn step(spans: &[(u32, u32)], attended: Share) -> Step {
         let mut step = Step::new(&StepLimits {
-            slots: runs.len(),
+            slots: spans.len(),
             rows: 100,
             logit_rows: 1,
             positions: 4096,
@@ -242,7 +252,7 @@ mod tests {
             source: 0,
             want: Want::None,
         };
-        let spans = runs.iter().enumerate().map(span).collect();
+        let spans = spans.iter().enumerate().map(span).collect();
         step.begin(&StepBatch { spans, tokens: vec![0; 100], ..StepBatch::default() });
         step
     }
@@ -252,9 +262,9 @@ mod tests {
         AttentionShape { heads: 4, scale: 1.0, softcap: None, mask, table, bias: None }
     }
 
-    /// Items and folds, for 2 KV heads.
-    fn plan(runs: &[(u32, u32)], window: Option<usize>, threads: usize, room: usize) -> (usize, usize) {
-        let plan = Plan::new(&mut step(runs, Share::ALL), &shape(window), 2, threads, room);
+    /// Returns the numbers of items and of merged tiles, for 2 KV heads.
+    fn plan(spans: &[(u32, u32)], window: Option<usize>, threads: usize, capacity: usize) -> (usize, usize) {
+        let plan = Plan::new(&mut step(spans, Share::ALL), &shape(window), 2, threads, capacity);
         (plan.items, plan.folds)
     }
 
@@ -263,8 +273,8 @@ mod tests {
         let long = [(2599, 1)];
         // Six splits of four query vectors.
         assert_eq!(plan(&long, None, 4, 24), (12, 2));
-        assert_eq!(plan(&long, None, 4, 23), (2, 0), "no room");
-        assert_eq!(plan(&long, None, 1, 24), (2, 0), "nobody idle");
+        assert_eq!(plan(&long, None, 4, 23), (2, 0), "too little capacity");
+        assert_eq!(plan(&long, None, 1, 24), (2, 0), "no idle thread");
         assert_eq!(plan(&long, Some(300), 4, 24), (4, 2), "from 2300 on: two splits");
         assert_eq!(plan(&long, Some(40), 4, 24), (2, 0), "one split");
         assert_eq!(plan(&[(2599, 1); 4], None, 4, 1000), (8, 0), "two tiles for each thread");
@@ -277,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn drawn_tokens_that_take_some_positions_stay_whole() {
+    fn rows_with_sparse_attention_are_not_split() {
         let some = Share::new(0.5).unwrap();
         let plan = Plan::new(&mut step(&[(2599, 1), (2599, 1)], some), &shape(None), 2, 8, 1000);
         assert_eq!((plan.items, plan.folds), (12 + 2, 4));

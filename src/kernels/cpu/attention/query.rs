@@ -1,6 +1,6 @@
-//! One query vector: what it sees, and where its result goes.
+//! Query vectors: the positions that one sees, and where its result is written.
 //!
-//! Invariant: a query vector belongs to one tile, and nobody else writes its result.
+//! Invariant: a query vector belongs to one tile, and no one else writes its result.
 
 use super::plan::{seen, splits};
 use super::{Attention, BLOCK};
@@ -15,12 +15,12 @@ pub struct Query {
     pub position: usize,
     /// Row and head as one index into (rows, heads).
     pub vector: usize,
-    /// The positions it sees: from the first up to the second.
+    /// The visible positions are `from..to`.
     pub from: usize,
     pub to: usize,
 }
 
-/// Which positions of a block a query vector sees.
+/// The positions of a block that a query vector sees: `from..to`.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub struct Seen {
     pub from: usize,
@@ -28,18 +28,19 @@ pub struct Seen {
 }
 
 impl Query {
-    /// The blocks of what it sees.
+    /// Returns the blocks with visible positions.
     #[inline(always)]
     pub fn blocks(&self) -> Range<usize> {
         self.from / BLOCK..self.to.div_ceil(BLOCK)
     }
 
-    /// The splits of what it sees.
+    /// Returns the splits with visible positions.
     #[inline(always)]
     pub fn splits(&self) -> Range<usize> {
         splits(&(self.from..self.to))
     }
 
+    /// Returns the positions of a block that this query vector sees.
     #[inline(always)]
     pub fn seen(&self, block: usize) -> Seen {
         let within = |position: usize| position.saturating_sub(block * BLOCK).min(BLOCK);
@@ -48,12 +49,13 @@ impl Query {
 }
 
 impl Seen {
+    /// Returns whether no position is visible.
     #[inline(always)]
     pub fn is_empty(self) -> bool {
         self.from >= self.to
     }
 
-    /// The lanes of the positions seen; `rest` in the others.
+    /// Returns the given lanes for visible positions and `rest` for the others.
     #[inline(always)]
     pub fn choose<S: Simd>(self, simd: S, [low, high]: [S::V; 2], rest: S::V) -> [S::V; 2] {
         let mut low = simd.first(self.to, low, rest);
@@ -67,25 +69,25 @@ impl Seen {
 }
 
 impl Attention<'_> {
-    /// Query vector `number` of a run for a KV head, counted by row and then by head of the group.
+    /// Returns query vector `number` of a span for a KV head, counted by row and then by head of the group.
     #[inline(always)]
-    pub fn query(&self, run: &Run, kv_head: usize, number: usize) -> Query {
-        let (head, position) = (kv_head * self.group + number % self.group, run.start + number / self.group);
-        let seen = seen(self.shape, run, position);
-        let vector = (run.first_row + number / self.group) * self.shape.heads + head;
+    pub fn query(&self, span: &Run, kv_head: usize, number: usize) -> Query {
+        let (head, position) = (kv_head * self.group + number % self.group, span.start + number / self.group);
+        let seen = seen(self.shape, span, position);
+        let vector = (span.first_row + number / self.group) * self.shape.heads + head;
         Query { head, position, vector, from: seen.start, to: seen.end }
     }
 
-    /// Where a query vector's result goes.
-    #[allow(clippy::mut_from_ref)] // nobody else writes there
+    /// Returns the output range of a query vector.
+    #[allow(clippy::mut_from_ref)] // no one else writes there
     pub fn out(&self, query: &Query) -> &mut [f32] {
         let v_dim = self.layout.v_dim;
-        // SAFETY: a query vector belongs to one item at a time, and so does its place in `out`.
+        // SAFETY: a query vector belongs to one item at a time, and so does its range of `out`.
         unsafe { self.out.part(query.vector * v_dim..(query.vector + 1) * v_dim) }
     }
 
-    /// Writes sums over their total; zeros where nothing was seen. Where nothing but scores of -inf was, both are 0, and the result is
-    /// NaN.
+    /// Writes the sums divided by their total weight, or zeros if no position was visible. If all visible
+    /// scores were negative infinity, both are 0 and the result is NaN.
     #[inline(always)]
     pub fn write<S: Simd>(&self, simd: S, query: &Query, sums: &[f32], total: f32) {
         let sees_nothing = query.from >= query.to;

@@ -1,11 +1,11 @@
-//! Attention of drawn tokens that takes the values of some positions only (FlexGen: Sheng et al. 2023, section 5).
+//! Top-k sparse attention for generated tokens (FlexGen: Sheng et al. 2023, section 5).
 //!
-//! Every position that is seen is scored and weighed, and the sum of weights is that of all; V is read of the positions before
-//! the token's own with the largest scores, and of its own. The smallest score that is large enough is found by selection, so
-//! that time grows with the number of positions, not with that of comparisons of a sort.
+//! Every visible position is scored and weighed, and the sum of weights covers all of them. V is read only at
+//! the positions before the token's own that have the largest scores, and at its own. The score threshold is
+//! found by selection, so the time is linear in the number of positions, without the comparisons of a sort.
 //!
-//! Invariant: which positions are chosen, and in which order what is added, follows from the query vector and the scores, so
-//! from nothing beside the sequence; V of others is not read, be it NaN.
+//! Invariant: which positions are selected, and the order of additions, depends only on the query vector and
+//! the scores, so on nothing outside the sequence. V of other positions is not read, even if it is NaN.
 
 use super::cache::BLOCK;
 use super::query::{Query, Seen};
@@ -14,34 +14,35 @@ use super::tile::Tile;
 use super::{ITEM_QUERIES, padded};
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
 
-/// A work item of one row, whose query vectors go one after another.
+/// Kernel: a work item of one row, whose query vectors are processed one after another.
 pub struct Sparse<'a, 'b, C: Stored> {
     pub tile: Tile<'a, 'b, C>,
-    /// Scores of one query vector, from the block of the first position seen on, and room for as many.
+    /// Scores of one query vector, from the block of the first visible position on, and space for a copy of
+    /// them.
     pub scores: &'a mut [f32],
 }
 
-/// What makes a position's score large enough.
+/// A threshold that selects a given number of scores.
 #[derive(Clone, Copy)]
 struct Bar {
-    /// Larger scores are.
+    /// Larger scores pass.
     score: f32,
-    /// So many that equal it are, too.
+    /// Number of scores equal to the threshold that pass too.
     equals: usize,
 }
 
-/// F32 numbers of scratch that each thread needs for sequences of so many positions.
+/// Returns the F32 numbers of scratch that each thread needs for sequences of up to `positions` positions.
 pub fn scratch_len(positions: usize) -> usize {
     2 * positions.next_multiple_of(BLOCK)
 }
 
-/// A NaN is no score: it is as small as can be.
+/// Replaces NaN by negative infinity.
 fn score_of(score: f32) -> f32 {
     if score.is_nan() { f32::NEG_INFINITY } else { score }
 }
 
 impl Bar {
-    /// What the `count` largest of `scores` pass, whose order is lost.
+    /// Returns the threshold that the `count` largest of `scores` pass; reorders `scores`.
     fn of(count: usize, scores: &mut [f32]) -> Bar {
         let Some(last) = count.checked_sub(1) else { return Bar { score: f32::INFINITY, equals: 0 } };
         let (_, score, _) = scores.select_nth_unstable_by(last, |a, b| b.total_cmp(a));
@@ -50,7 +51,7 @@ impl Bar {
         Bar { score, equals: count - larger }
     }
 
-    /// Whether that score passes; equal ones pass first come, first served.
+    /// Returns whether a score passes; of equal ones, the first pass.
     fn admits(&mut self, score: f32) -> bool {
         let equals = score == self.score && self.equals > 0;
         self.equals -= usize::from(equals);
@@ -59,7 +60,7 @@ impl Bar {
 }
 
 impl<C: Stored> Sparse<'_, '_, C> {
-    /// Fills in the scores of the positions that the query vector sees; gives the largest.
+    /// Computes the scores of the positions that the query vector sees; returns the largest.
     #[inline(always)]
     fn score<S: Simd>(&mut self, simd: S, query: &Query, number: usize) -> f32 {
         let mut largest = f32::NEG_INFINITY;
@@ -77,7 +78,7 @@ impl<C: Stored> Sparse<'_, '_, C> {
         largest
     }
 
-    /// The weights of a block of scores.
+    /// Returns the weights of a block of scores.
     #[inline(always)]
     fn weights<S: Simd>(simd: S, scores: &[f32; BLOCK], largest: f32) -> [S::V; 2] {
         let (halves, _) = scores.as_chunks::<LANES>();
@@ -88,7 +89,7 @@ impl<C: Stored> Sparse<'_, '_, C> {
         ]
     }
 
-    /// The sum of all weights, by lanes and their tree.
+    /// Returns the sum of all weights, added by lanes and then as a tree.
     #[inline(always)]
     fn total<S: Simd>(&self, simd: S, blocks: usize, largest: f32) -> f32 {
         let mut totals = simd.splat(0.0);
@@ -99,20 +100,20 @@ impl<C: Stored> Sparse<'_, '_, C> {
         simd.sum(totals)
     }
 
-    /// What the chosen positions before the query vector's own pass.
+    /// Returns the threshold for the positions before the query vector's own.
     fn bar(&mut self, query: &Query) -> Bar {
         let first = query.from % BLOCK;
         let past = query.to - 1 - query.from;
-        let (scores, room) = self.scores.split_at_mut(self.scores.len() / 2);
-        for (to, score) in room.iter_mut().zip(&scores[first..first + past]) {
+        let (scores, copy) = self.scores.split_at_mut(self.scores.len() / 2);
+        for (to, score) in copy.iter_mut().zip(&scores[first..first + past]) {
             *to = score_of(*score);
         }
-        Bar::of(self.tile.op.step.limits.attended.of(past), &mut room[..past])
+        Bar::of(self.tile.op.step.limits.attended.of(past), &mut copy[..past])
     }
 
-    /// Adds the values of the chosen, run by run of neighbours.
+    /// Adds the values of the selected positions, one contiguous range at a time.
     #[inline(always)]
-    fn add<S: Simd>(&mut self, simd: S, query: &Query, number: usize, largest: f32, mut bar: Bar) {
+    fn add<S: Simd>(&mut self, simd: S, query: &Query, number: usize, largest: f32, mut threshold: Bar) {
         let width = padded(self.tile.op.layout.v_dim);
         let own = query.to - 1;
         for (block, scores) in query.blocks().zip(self.scores.as_chunks::<BLOCK>().0) {
@@ -125,14 +126,14 @@ impl<C: Stored> Sparse<'_, '_, C> {
             let (_, v) = self.tile.block(block);
             while from < seen.to {
                 let mut to = from;
-                while to < seen.to && (block * BLOCK + to == own || bar.admits(score_of(scores[to]))) {
+                while to < seen.to && (block * BLOCK + to == own || threshold.admits(score_of(scores[to]))) {
                     to += 1;
                 }
                 if to > from {
                     let sums = &mut self.tile.sums[number * width..][..width];
                     C::add_values::<S, 1>(simd, Seen { from, to }, &[p], v, sums);
                 }
-                // The one at `to` was asked, and is not among them.
+                // Position `to` was tested and did not pass.
                 from = to + 1;
             }
         }
@@ -151,8 +152,8 @@ impl<C: Stored> Kernel for Sparse<'_, '_, C> {
         for (number, query) in queries[..count].iter().enumerate() {
             let largest = self.score(simd, query, number);
             totals[number] = self.total(simd, query.blocks().len(), largest);
-            let bar = self.bar(query);
-            self.add(simd, query, number, largest, bar);
+            let threshold = self.bar(query);
+            self.add(simd, query, number, largest, threshold);
         }
         self.tile.finish(simd, &queries[..count], &totals);
     }

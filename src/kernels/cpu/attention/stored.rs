@@ -1,7 +1,7 @@
-//! How numbers are stored in a cache, and how attention reads them: one implementation for those that stand alone, one for
-//! groups.
+//! Storage formats of the KV cache, and how attention reads them: one implementation for floating-point
+//! formats, one for quantized groups.
 //!
-//! Invariant: nothing is widened but in registers, within a pass over a block.
+//! Invariant: numbers are widened only in registers, within a pass over a block.
 
 use super::cache::BLOCK;
 use super::grouped::{Bytes, Grouped, HalfBytes};
@@ -11,20 +11,22 @@ use crate::cpu::simd::{Bf16, F16, F32, Simd};
 use crate::host::HostBuf;
 use crate::quant::QuantType;
 
-/// A way of storing blocks: the keys, or the values, of 32 positions of one KV head.
+/// A storage format of cache blocks. A block holds the keys, or the values, of 32 positions of one KV head.
 pub trait Stored: Send + Sync + 'static {
-    /// What a buffer is made of.
+    /// Element type of a buffer.
     type Unit: Copy + Send + Sync + 'static;
-    /// Numbers of a key that share a scale and a least number, where there are any: a query's sum over each of these groups is
-    /// needed. 0 where there are none.
+    /// Numbers of a key that share a scale and a minimum, if the format has minimums: then the sum of a query
+    /// over each such group is needed. Otherwise 0.
     const SUMMED: usize;
 
+    /// Returns a buffer's elements.
     fn of(buf: &HostBuf) -> &[Self::Unit];
+    /// Returns a buffer's elements for writing.
     fn of_mut(buf: &mut HostBuf) -> &mut [Self::Unit];
 
-    /// Units of a block of keys of `k_dim` numbers.
+    /// Returns the units of a block of keys of `k_dim` numbers.
     fn k_len(k_dim: usize) -> usize;
-    /// Units of a block of values of `v_dim` numbers.
+    /// Returns the units of a block of values of `v_dim` numbers.
     fn v_len(v_dim: usize) -> usize;
 
     /// Writes a key (k_dim) to position `at` of a block.
@@ -34,7 +36,8 @@ pub trait Stored: Send + Sync + 'static {
     /// Reads the value (v_dim) at position `at` of a block.
     fn value(block: &[Self::Unit], at: usize, out: &mut [f32]);
 
-    /// The products of T query vectors (k_dim), whose sums over groups are given, with the 32 keys of a block.
+    /// Returns the dot products of T query vectors (k_dim), whose sums over groups are given, with the 32
+    /// keys of a block.
     fn scores<S: Simd, const T: usize>(
         simd: S,
         q: [&[f32]; T],
@@ -42,7 +45,7 @@ pub trait Stored: Send + Sync + 'static {
         k: &[Self::Unit],
     ) -> [[S::V; 2]; T];
 
-    /// sums (T, v_dim padded to 16) += p (T, those seen of 32) · v (those seen of 32).
+    /// Adds p (T, visible positions of 32) · v (visible positions of 32) to sums (T, v_dim padded to 16).
     fn add_values<S: Simd, const T: usize>(
         simd: S,
         seen: Seen,
@@ -52,13 +55,13 @@ pub trait Stored: Send + Sync + 'static {
     );
 }
 
-/// Something to be done for the way of storing that belongs to a type known at run time.
+/// An operation that is generic over the [`KvFormat`], which is known only at run time.
 pub trait ForStored {
     type Out;
     fn run<C: Stored>(self) -> Self::Out;
 }
 
-/// Calls `op` with how `ty` is stored, which is one of [`QuantType::cached`].
+/// Calls `op` with the [`KvFormat`] for `ty`, which must be one of [`QuantType::kv_cache_types`].
 pub fn with_stored<O: ForStored>(ty: QuantType, op: O) -> O::Out {
     match ty {
         QuantType::F32 => op.run::<Plain<F32>>(),
@@ -66,6 +69,6 @@ pub fn with_stored<O: ForStored>(ty: QuantType, op: O) -> O::Out {
         QuantType::BF16 => op.run::<Plain<Bf16>>(),
         QuantType::Q8_0 => op.run::<Grouped<Bytes>>(),
         QuantType::G4_B64 => op.run::<Grouped<HalfBytes>>(),
-        _ => unreachable!("no cache of {ty} is made; this is a bug"),
+        _ => unreachable!("{ty} is not a KV cache format; this is a bug"),
     }
 }

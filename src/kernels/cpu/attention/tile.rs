@@ -1,6 +1,6 @@
-//! Query vectors of one run that share a KV head, and their way over the splits of what they see.
+//! A tile: query vectors of one span that share a KV head, processed together over the splits that they see.
 //!
-//! Invariant: each split begins with nothing, and a query vector that sees one only is not folded.
+//! Invariant: each split starts from empty sums, and a query vector that sees only one split is not merged.
 
 use super::adjust::Adjust;
 use super::cache::{BLOCK, Places};
@@ -15,37 +15,37 @@ use crate::cpu::simd::{Kernel, LANES, Simd};
 use crate::cpu::step::Run;
 use std::ops::Range;
 
-/// One work item.
+/// A work item of attention.
 pub struct Tile<'a, 'b, C: Stored> {
     pub op: &'a Attention<'b>,
     pub places: Places,
     pub k: &'a [C::Unit],
     pub v: &'a [C::Unit],
-    pub run: &'a Run,
+    pub span: &'a Run,
     pub kv_head: usize,
-    /// Numbers of the run's query vectors for that head.
+    /// Numbers of the span's query vectors for this KV head.
     pub queries: Range<usize>,
-    /// (queries, v_padded): the sums of weighted values.
+    /// Sums of weighted values: (queries, v_padded).
     pub sums: &'a mut [f32],
-    /// (queries, groups): the sums of their own numbers.
+    /// Sums of the query vectors' own numbers: (queries, groups).
     pub q_sums: &'a mut [f32],
     pub kept: Kept<'a>,
 }
 
-/// Where the results of splits go, if there is more than one.
+/// Destination of the results of splits, if there is more than one.
 pub enum Kept<'a> {
-    /// The tile passes over all, one after another, and folds each into what it has: (queries, a partial result).
+    /// The tile processes all splits in order, and merges each into its result: (queries, a partial result).
     Folded(&'a mut [f32]),
-    /// Others do those of other splits.
+    /// Each split is a separate work item that stores its result.
     Apart(Apart, Partials<'a>),
 }
 
 impl<'a, C: Stored> Tile<'a, '_, C> {
-    /// The query vectors.
+    /// Returns the query vectors, and computes their sums over groups if the cache format needs them.
     pub fn begin(&mut self) -> [Query; ITEM_QUERIES] {
         let mut queries = [Query::default(); ITEM_QUERIES];
         for (query, number) in queries.iter_mut().zip(self.queries.clone()) {
-            *query = self.op.query(self.run, self.kv_head, number);
+            *query = self.op.query(self.span, self.kv_head, number);
         }
         let count = self.queries.len();
         if C::SUMMED > 0 {
@@ -54,40 +54,41 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         queries
     }
 
-    /// Makes their sums none.
+    /// Clears the sums of weighted values.
     #[inline(always)]
     pub fn clear(&mut self) {
         let count = self.queries.len();
         self.sums[..count * padded(self.op.layout.v_dim)].fill(0.0);
     }
 
-    /// A row that sees itself alone gets its own value, whatever the score.
+    /// Writes the own value of rows that see only themselves, whatever the score.
     pub fn copy_own_value(&self) {
         for number in self.queries.clone() {
-            let query = self.op.query(self.run, self.kv_head, number);
-            let (page, position) = self.op.step.place(self.run, KvTable::Own, query.position);
+            let query = self.op.query(self.span, self.kv_head, number);
+            let (page, position) = self.op.step.place(self.span, KvTable::Own, query.position);
             let v = &self.v[self.places.v_block(page, self.kv_head, position)];
             C::value(v, position % BLOCK, self.op.out(&query));
         }
     }
 
-    /// A row that sees nothing gets zeros.
+    /// Writes zeros for rows that see nothing.
     pub fn see_nothing(&self) {
         for number in self.queries.clone() {
-            self.op.out(&self.op.query(self.run, self.kv_head, number)).fill(0.0);
+            self.op.out(&self.op.query(self.span, self.kv_head, number)).fill(0.0);
         }
     }
 
-    /// K and V of a block of positions.
+    /// Returns K and V of a block of positions.
     #[inline(always)]
     pub fn block(&self, block: usize) -> (&'a [C::Unit], &'a [C::Unit]) {
         let (k, v) = (self.k, self.v);
-        let (page, position) = self.op.step.place(self.run, self.op.shape.table, block * BLOCK);
+        let (page, position) = self.op.step.place(self.span, self.op.shape.table, block * BLOCK);
         let k = &k[self.places.k_block(page, self.kv_head, position)];
         (k, &v[self.places.v_block(page, self.kv_head, position)])
     }
 
-    /// The products of T query vectors, numbers `first..first + T` of the tile, with the 32 keys of a block.
+    /// Returns the dot products of T query vectors, numbers `first..first + T` of the tile, with the 32 keys
+    /// of a block.
     #[inline(always)]
     pub fn scores<S: Simd, const T: usize>(
         &self,
@@ -106,7 +107,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         C::scores::<S, T>(simd, q, sums, k)
     }
 
-    /// Each query vector's sums over groups of its numbers, in order.
+    /// Computes each query vector's sums over groups of its numbers, in order.
     fn sum_groups(&mut self, queries: &[Query]) {
         let k_dim = self.op.layout.k_dim;
         let sums = self.q_sums.chunks_exact_mut(groups::<C>(k_dim).max(1));
@@ -118,7 +119,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         }
     }
 
-    /// Scores of products. What is rare is a call of its own, to keep the usual pass small.
+    /// Turns dot products into scores. Rare adjustments are a separate call, to keep the usual pass small.
     #[inline(always)]
     pub fn adjusted<S: Simd>(&self, simd: S, query: &Query, block: usize, products: [S::V; 2]) -> [S::V; 2] {
         let shape = self.op.shape;
@@ -135,7 +136,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         [simd.load(&halves[0]), simd.load(&halves[1])]
     }
 
-    /// Writes the sums over their totals.
+    /// Writes the sums divided by their total weights.
     #[inline(always)]
     pub fn finish<S: Simd>(&self, simd: S, queries: &[Query], totals: &[f32; ITEM_QUERIES]) {
         let padded = padded(self.op.layout.v_dim);
@@ -144,18 +145,20 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         }
     }
 
-    /// The splits to pass over, in order; one that is not seen where there is none.
+    /// Returns the splits to process, in order. Without any visible position, returns one split that no query
+    /// sees.
     #[inline(always)]
     fn splits(&self, queries: &[Query]) -> Range<usize> {
-        if let Kept::Apart(apart, _) = &self.kept {
-            return apart.splits.clone();
+        if let Kept::Apart(results, _) = &self.kept {
+            return results.splits.clone();
         }
-        // What they see ascends.
+        // Visible ranges ascend.
         let seen = splits(&(queries[0].from..queries[queries.len() - 1].to));
         seen.start..seen.end.max(seen.start + 1)
     }
 
-    /// Lets all queries pass over what they see of a split; gives their largest scores and their totals.
+    /// Computes the attention of all queries over the visible positions of a split; returns their largest
+    /// scores and their total weights.
     #[inline(always)]
     fn pass_split<S: Simd>(
         &mut self,
@@ -180,7 +183,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         (weights.largest, totals)
     }
 
-    /// Keeps the split's results of the query vectors that see it.
+    /// Stores or merges a split's results for the query vectors that see it.
     #[inline(always)]
     fn keep<S: Simd>(
         &mut self,
@@ -199,25 +202,25 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
             }
             let part = Part::new(sums, largest[i], totals[i]);
             match &mut self.kept {
-                Kept::Folded(wholes) if split > splits.start => {
-                    part.fold(simd, &mut wholes[i * len..][..len])
+                Kept::Folded(merged) if split > splits.start => {
+                    part.fold(simd, &mut merged[i * len..][..len])
                 }
-                Kept::Folded(wholes) => part.keep(&mut wholes[i * len..][..len]),
-                // SAFETY: a query vector's split is one item's.
-                Kept::Apart(apart, to) => part.keep(unsafe { to.part(apart.of(i, split..split + 1)) }),
+                Kept::Folded(merged) => part.keep(&mut merged[i * len..][..len]),
+                // SAFETY: a query vector's split belongs to one item.
+                Kept::Apart(results, to) => part.keep(unsafe { to.part(results.of(i, split..split + 1)) }),
             }
         }
     }
 
-    /// Writes what has been folded.
+    /// Writes the merged results.
     #[inline(always)]
     fn finish_folded<S: Simd>(&self, simd: S, queries: &[Query]) {
-        let Kept::Folded(wholes) = &self.kept else { return };
-        let wholes = wholes.chunks_exact(partial::len(self.op.layout.v_dim));
-        for (query, whole) in queries.iter().zip(wholes) {
+        let Kept::Folded(merged) = &self.kept else { return };
+        let merged = merged.chunks_exact(partial::len(self.op.layout.v_dim));
+        for (query, result) in queries.iter().zip(merged) {
             match query.splits().is_empty() {
                 true => self.op.out(query).fill(0.0),
-                false => partial::write(simd, self.op, query, whole),
+                false => partial::write(simd, self.op, query, result),
             }
         }
     }
@@ -231,10 +234,10 @@ impl<C: Stored> Kernel for Tile<'_, '_, C> {
         let queries = self.begin();
         let queries = &queries[..self.queries.len()];
         let splits = self.splits(queries);
-        let is_alone = splits.len() == 1 && matches!(self.kept, Kept::Folded(_));
+        let is_only_split = splits.len() == 1 && matches!(self.kept, Kept::Folded(_));
         for split in splits {
             let (largest, totals) = self.pass_split(simd, queries, split);
-            if is_alone {
+            if is_only_split {
                 return self.finish(simd, queries, &totals);
             }
             self.keep(simd, queries, split, &largest, &totals);

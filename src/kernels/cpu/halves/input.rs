@@ -1,7 +1,7 @@
-//! x (rows, inp) as BF16, packed for tiles of rows: for each tile, and within it for each block of 32 columns, the block's
-//! numbers of each row. Zero beyond the last column.
+//! Packing of the input x (m, k) as BF16, for tiles of rows. Each tile holds, for each block of 32 columns,
+//! the block's numbers of each row. Numbers beyond the last column are zero.
 //!
-//! Invariant: a number becomes the BF16 nearest to it, halves to even.
+//! Invariant: a number is rounded to the nearest BF16, ties to even.
 
 use super::{BLOCK, BLOCK_BYTES};
 use crate::cpu::pool::{Parts, Pool};
@@ -10,18 +10,18 @@ use crate::cpu::source::{Rooms, Source, Tiles};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-/// Bytes of a row of `inp` numbers.
-pub fn row_bytes(inp: usize) -> usize {
-    inp.div_ceil(BLOCK) * BLOCK_BYTES
+/// Returns the bytes of a packed row of `k` numbers.
+pub fn row_bytes(k: usize) -> usize {
+    k.div_ceil(BLOCK) * BLOCK_BYTES
 }
 
 /// Packs the rows of each tile. `to` holds [`row_bytes`] for each row.
-pub fn pack(pool: &mut Pool, level: Level, source: &Source, tiles: &Tiles, rooms: &Rooms, to: &mut [u8]) {
-    let each = row_bytes(source.inp);
+pub fn pack(pool: &mut Pool, level: Level, input: &Source, tiles: &Tiles, buffers: &Rooms, to: &mut [u8]) {
+    let row = row_bytes(input.inp);
     let to = Parts::new(to);
-    source.for_each(pool, level, tiles, rooms, |rows, r, x| {
+    input.for_each(pool, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
-        let to = unsafe { to.part(rows.start * each..rows.end * each) };
+        let to = unsafe { to.part(rows.start * row..rows.end * row) };
         let blocks = to[r * BLOCK_BYTES..].chunks_mut(rows.len() * BLOCK_BYTES);
         for (x, to) in x.chunks(BLOCK).zip(blocks) {
             put(x, &mut to[..BLOCK_BYTES]);

@@ -1,10 +1,11 @@
-//! Some rows with some strips: sums of products of BF16 pairs.
+//! BF16 kernels: sums of products of BF16 pairs, for some rows with some panels.
 //!
-//! AVX-512 adds, of each pair, first one product to a sum, then the other. AMX sums the even and the odd products of 32 columns
-//! apart, then both together, then adds this. Both take numbers below 2^-126 for zero.
-//! Invariant: sums go over blocks in ascending order, whatever the cuts between them.
+//! AVX-512 adds, of each pair, first one product to a sum, then the other. AMX sums the even and the odd
+//! products of 32 columns separately, adds the two sums, and then adds the result to the total. Both treat
+//! numbers below 2^-126 as zero.
+//! Invariant: sums run over blocks in ascending order, whatever the slices of blocks.
 
-// Arrays in step: what they are indexed by says more than iterators over one of them.
+// These loops index several arrays at once, which is clearer than iterating over one of them.
 #![allow(clippy::needless_range_loop)]
 
 use super::{BLOCK_BYTES, STRIP, STRIP_BYTES};
@@ -15,7 +16,7 @@ use crate::cpu::amx::{self, Amx};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// What multiplies pairs of BF16 on this CPU.
+/// The instructions for dot products of BF16 pairs that this CPU has.
 #[derive(Clone, Copy)]
 pub enum Dots {
     #[cfg(target_arch = "x86_64")]
@@ -25,7 +26,7 @@ pub enum Dots {
 }
 
 impl Dots {
-    /// What an instruction set has for it, if anything.
+    /// Returns the BF16 instructions of an instruction set, if it has any.
     #[cfg(target_arch = "x86_64")]
     pub fn new(isa: Isa) -> Option<Dots> {
         let amx = || Amx::new().map(Dots::Amx);
@@ -38,7 +39,7 @@ impl Dots {
         }
     }
 
-    /// What an instruction set has for it, if anything.
+    /// Returns the BF16 instructions of an instruction set, if it has any.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn new(_: Isa) -> Option<Dots> {
         None
@@ -46,7 +47,7 @@ impl Dots {
 }
 
 impl Dots {
-    /// Rows of the largest tile.
+    /// Returns the rows of the largest tile.
     pub fn tile_rows(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -57,9 +58,9 @@ impl Dots {
     }
 }
 
-/// Where some strips and some rows lie.
+/// Addresses of the panels and the input rows of a tile.
 pub struct Operands<const O: usize> {
-    /// Each strip's first block.
+    /// Each panel's first block.
     pub strips: [*const u8; O],
     /// The tile's first block.
     pub input: *const u8,
@@ -67,27 +68,28 @@ pub struct Operands<const O: usize> {
     pub rows: usize,
 }
 
-/// How far ahead of the weights at hand others are asked for, in bytes.
+/// Prefetch distance in bytes of weights.
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 4096;
 
-/// Asks for the weights that come `AHEAD`.
+/// Prefetches a block of weights `PREFETCH_BYTES` ahead.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn ask_ahead(strip: *const u8) {
+fn ask_ahead(panel: *const u8) {
     for line in 0..STRIP_BYTES / BLOCK_BYTES {
-        crate::cpu::simd::prefetch(strip.wrapping_add(AHEAD + line * BLOCK_BYTES));
+        crate::cpu::simd::prefetch(panel.wrapping_add(AHEAD + line * BLOCK_BYTES));
     }
 }
 
-/// `sums` (rows of both tiles, 2, 16) = the products of two tiles of rows, the second of which may have none, with two strips.
+/// Sets `sums` (rows of both tiles, 2, 16) to the products of two tiles of rows, the second of which may be
+/// empty, with two panels.
 ///
 /// # Safety
-/// * `blocks` blocks of the strips and of both inputs can be read.
+/// * `blocks` blocks of the panels and of both inputs can be read.
 #[cfg(target_arch = "x86_64")]
 pub unsafe fn multiply_tiles(
     registers: &mut amx::Tiles,
-    strips: [*const u8; 2],
+    panels: [*const u8; 2],
     inputs: [(*const u8, usize); 2],
     blocks: usize,
     sums: &mut [f32],
@@ -103,7 +105,7 @@ pub unsafe fn multiply_tiles(
         }
     }
     for block in 0..blocks {
-        let [w0, w1] = strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));
+        let [w0, w1] = panels.map(|panel| panel.wrapping_add(block * STRIP_BYTES));
         // SAFETY: the caller's promise, here and below.
         unsafe {
             registers.weights::<0>(w0);
@@ -116,16 +118,16 @@ pub unsafe fn multiply_tiles(
                 registers.multiply::<1, 0>();
                 registers.multiply::<1, 1>();
             } else {
-                // With few rows the weights come from memory.
+                // With few rows, the weights come from memory.
                 ask_ahead(w0);
                 ask_ahead(w1);
             }
         }
     }
     const STRIDE: usize = 2 * STRIP * size_of::<f32>();
-    assert!(sums.len() >= (rows + more) * 2 * STRIP, "there is room for the sums; this is a bug");
+    assert!(sums.len() >= (rows + more) * 2 * STRIP, "the buffer holds the sums; this is a bug");
     let to = sums.as_mut_ptr();
-    // SAFETY: there is room, as asserted.
+    // SAFETY: `sums` is large enough, as asserted.
     unsafe {
         registers.store::<{ amx::SUMS[0][0] }>(to, STRIDE);
         registers.store::<{ amx::SUMS[0][1] }>(to.add(STRIP), STRIDE);
@@ -149,10 +151,10 @@ impl Avx512Bf16 {
         has.then_some(Avx512Bf16(()))
     }
 
-    /// `sums` (rows, O, 16) += the products of a tile of up to 6 rows with O strips, over `blocks`.
+    /// Adds the products of a tile of up to 6 rows with O panels, over `blocks`, to `sums` (rows, O, 16).
     ///
     /// # Safety
-    /// * `blocks` of the strips and of the input can be read.
+    /// * `blocks` of the panels and of the input can be read.
     pub unsafe fn multiply<const O: usize>(
         self,
         operands: &Operands<O>,
@@ -177,18 +179,18 @@ impl Avx512Bf16 {
 
 #[cfg(target_arch = "x86_64")]
 impl Avx512Bf16 {
-    /// N sums of products, each added to `times` times, with nothing to read: how fast it can be at most.
+    /// Computes N sums of products, each added to `times` times, without reading memory: the peak rate.
     pub fn most<const N: usize>(self, times: usize) -> [f32; N] {
         // SAFETY: `self` proves the instruction.
         unsafe { multiply_most(times) }
     }
 }
 
-/// The same 64 bytes, as pairs of BF16.
+/// Reinterprets 64 bytes as pairs of BF16.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn halves(bytes: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes, of which any are valid.
+    // SAFETY: both types are 64 bytes, and any bytes are valid.
     unsafe { std::mem::transmute::<__m512i, __m512bh>(bytes) }
 }
 
@@ -205,8 +207,10 @@ unsafe fn multiply_most<const N: usize>(times: usize) -> [f32; N] {
     sums.map(|sum| _mm512_cvtss_f32(sum))
 }
 
+/// Adds the products of a tile of R rows with O panels, over `blocks`, to `sums` (R, O, 16).
+///
 /// # Safety
-/// * `blocks` of the strips and of the input can be read.
+/// * `blocks` of the panels and of the input can be read.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn multiply_rows<const R: usize, const O: usize>(
@@ -223,14 +227,14 @@ unsafe fn multiply_rows<const R: usize, const O: usize>(
         }
     }
     for block in blocks {
-        let strips = operands.strips.map(|strip| strip.wrapping_add(block * STRIP_BYTES));
+        let panels = operands.strips.map(|panel| panel.wrapping_add(block * STRIP_BYTES));
         let input = operands.input.wrapping_add(block * R * BLOCK_BYTES);
         for pair in 0..STRIP_BYTES / BLOCK_BYTES {
             let mut w = [halves(_mm512_setzero_si512()); O];
             for o in 0..O {
-                crate::cpu::simd::prefetch(strips[o].wrapping_add(AHEAD + pair * BLOCK_BYTES));
+                crate::cpu::simd::prefetch(panels[o].wrapping_add(AHEAD + pair * BLOCK_BYTES));
                 // SAFETY: the caller's promise, here and below.
-                w[o] = halves(unsafe { _mm512_loadu_si512(strips[o].add(pair * BLOCK_BYTES).cast()) });
+                w[o] = halves(unsafe { _mm512_loadu_si512(panels[o].add(pair * BLOCK_BYTES).cast()) });
             }
             for r in 0..R {
                 let x = unsafe { input.add(r * BLOCK_BYTES + pair * 4).cast::<i32>().read_unaligned() };

@@ -1,6 +1,6 @@
-//! Rows of BF16 to packed weights, and back.
+//! Packing of BF16 rows, and unpacking.
 //!
-//! Invariant: a row that is read back has the bits it was packed from.
+//! Invariant: a row that is unpacked has the bits it was packed from.
 
 use super::{BLOCK, STRIP, STRIP_BYTES};
 use crate::backend::Weight;
@@ -8,30 +8,30 @@ use crate::cpu::pool::{Parts, Pool};
 use crate::host::HostBuf;
 use half::bf16;
 
-/// Bytes of a strip of rows of `inp` numbers.
-pub fn strip_bytes(inp: usize) -> usize {
-    inp.div_ceil(BLOCK) * STRIP_BYTES
+/// Returns the bytes of a panel of rows of `k` numbers.
+pub fn strip_bytes(k: usize) -> usize {
+    k.div_ceil(BLOCK) * STRIP_BYTES
 }
 
-/// Bytes that a (out, inp) matrix takes.
-pub fn packed_bytes(out: usize, inp: usize) -> usize {
-    out.div_ceil(STRIP) * strip_bytes(inp)
+/// Returns the bytes of a packed (n, k) matrix.
+pub fn packed_bytes(n: usize, k: usize) -> usize {
+    n.div_ceil(STRIP) * strip_bytes(k)
 }
 
-/// Where number `column` of a strip's out `lane` lies, in bytes.
+/// Returns the byte offset of number `column` of output `lane` in a panel.
 fn place(lane: usize, column: usize) -> usize {
     let (block, within) = (column / BLOCK, column % BLOCK);
     block * STRIP_BYTES + (within / 2 * STRIP + lane) * 4 + within % 2 * 2
 }
 
-/// Packs a (out, inp) matrix of BF16. `to` is zero.
-pub fn pack(pool: &mut Pool, (out, inp): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
-    let each = strip_bytes(inp);
+/// Packs a (n, k) matrix of BF16. `to` must be zero.
+pub fn pack(pool: &mut Pool, (n, k): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
+    let panel_bytes = strip_bytes(k);
     let to = Parts::new(to.bytes_mut());
-    pool.run(out.div_ceil(STRIP), |_, strip| {
-        // SAFETY: each strip belongs to one item.
-        let to = unsafe { to.part(strip * each..(strip + 1) * each) };
-        let rows = bytes[strip * STRIP * inp * 2..].chunks_exact(inp * 2).take(STRIP);
+    pool.run(n.div_ceil(STRIP), |_, panel| {
+        // SAFETY: each panel belongs to one item.
+        let to = unsafe { to.part(panel * panel_bytes..(panel + 1) * panel_bytes) };
+        let rows = bytes[panel * STRIP * k * 2..].chunks_exact(k * 2).take(STRIP);
         for (lane, row) in rows.enumerate() {
             for (column, number) in row.as_chunks::<2>().0.iter().enumerate() {
                 to[place(lane, column)..][..2].copy_from_slice(number);
@@ -40,12 +40,12 @@ pub fn pack(pool: &mut Pool, (out, inp): (usize, usize), bytes: &[u8], to: &mut 
     });
 }
 
-/// The values of row `row` of a packed weight from column `column` on.
+/// Decodes row `row` of a packed weight from column `column` on.
 pub fn read(w: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
-    let strip = &w.buf.bytes()[row / STRIP * strip_bytes(w.inp)..];
+    let panel = &w.buf.bytes()[row / STRIP * strip_bytes(w.inp)..];
     for (i, value) in values.iter_mut().enumerate() {
         let at = place(row % STRIP, column + i);
-        *value = bf16::from_le_bytes([strip[at], strip[at + 1]]).to_f32();
+        *value = bf16::from_le_bytes([panel[at], panel[at + 1]]).to_f32();
     }
 }
 
@@ -56,23 +56,19 @@ mod tests {
 
     #[test]
     fn rows_are_read_back_whatever_their_number_and_width() {
-        for (out, inp) in [(1, 1), (16, 32), (17, 33), (35, 70)] {
+        for (n, k) in [(1, 1), (16, 32), (17, 33), (35, 70)] {
             let numbers: Vec<f32> =
-                (0..out * inp).map(|i| i as f32 - 300.0).map(|x| bf16::from_f32(x).to_f32()).collect();
-            let mut bytes = vec![0; 2 * out * inp];
+                (0..n * k).map(|i| i as f32 - 300.0).map(|x| bf16::from_f32(x).to_f32()).collect();
+            let mut bytes = vec![0; 2 * n * k];
             QuantType::BF16.quantize(&numbers, &mut bytes);
-            let mut buf = HostBuf::zeroed(packed_bytes(out, inp)).unwrap();
-            pack(&mut Pool::new(2).unwrap(), (out, inp), &bytes, &mut buf);
-            let w = Weight { buf, ty: QuantType::BF16, out, inp };
-            for row in 0..out {
-                for first in [0, inp / 2] {
-                    let mut values = vec![0.0; inp - first];
+            let mut buf = HostBuf::zeroed(packed_bytes(n, k)).unwrap();
+            pack(&mut Pool::new(2).unwrap(), (n, k), &bytes, &mut buf);
+            let w = Weight { buf, ty: QuantType::BF16, out: n, inp: k };
+            for row in 0..n {
+                for first in [0, k / 2] {
+                    let mut values = vec![0.0; k - first];
                     read(&w, row, first, &mut values);
-                    assert_eq!(
-                        values,
-                        numbers[row * inp + first..(row + 1) * inp],
-                        "row {row} of {out}x{inp}"
-                    );
+                    assert_eq!(values, numbers[row * k + first..(row + 1) * k], "row {row} of {n}x{k}");
                 }
             }
         }

@@ -1,20 +1,20 @@
-//! Asking memory for what is multiplied next, while something else is multiplied.
+//! Prefetching the weights that are multiplied next, while others are multiplied.
 //!
-//! Invariant: what is asked for changes no result; it need not even be there.
+//! Invariant: prefetching changes no result; the addresses need not even be valid.
 
 use crate::cpu::simd::prefetch;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Codes and fields that are asked for a little at a time.
+/// Prefetches quants and scales, a few cache lines per step.
 #[derive(Clone, Copy)]
 pub struct Ahead {
     codes: Lines,
     fields: Lines,
 }
 
-/// Cache lines one after another.
+/// A range of consecutive cache lines.
 #[derive(Clone, Copy)]
 struct Lines {
     at: *const u8,
@@ -23,19 +23,21 @@ struct Lines {
 }
 
 impl Ahead {
+    /// Prefetches nothing.
     pub const NONE: Ahead = Ahead { codes: Lines::NONE, fields: Lines::NONE };
 
-    /// Part `part` of `parts` of so many bytes of codes and fields, which `times` calls of [`Ahead::ask`] ask for.
+    /// Creates a prefetcher for part `part` of `parts` of the given quants and scales (address, bytes each),
+    /// divided among `times` calls of [`Prefetcher::step`].
     pub fn new(
-        (codes, fields): ((*const u8, usize), (*const u8, usize)),
+        (quants, scales): ((*const u8, usize), (*const u8, usize)),
         (part, parts): (usize, usize),
         times: usize,
     ) -> Ahead {
         let lines = |bytes| Lines::new(bytes, (part, parts), times);
-        Ahead { codes: lines(codes), fields: lines(fields) }
+        Ahead { codes: lines(quants), fields: lines(scales) }
     }
 
-    /// Asks for some of it.
+    /// Prefetches the lines of one step.
     #[inline(always)]
     pub fn ask(&mut self) {
         self.codes.ask();
@@ -58,7 +60,7 @@ impl Lines {
         self.next().for_each(prefetch);
     }
 
-    /// Those that are asked for now.
+    /// Returns the lines of one step.
     #[inline(always)]
     fn next(&mut self) -> impl Iterator<Item = *const u8> + use<> {
         let (at, lines) = (self.at, self.each.min(self.left));
@@ -73,21 +75,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_parts_together_ask_for_each_line_once() {
+    fn all_parts_together_prefetch_each_line_once() {
         for (bytes, parts, times) in
             [(8192, 2, 8), (4096, 32, 8), (576, 3, 16), (64, 5, 1), (0, 2, 8), (100, 1, 3)]
         {
             let base = std::ptr::without_provenance::<u8>(1 << 20);
-            let mut asked = Vec::new();
+            let mut fetched = Vec::new();
             for part in 0..parts {
                 let mut lines = Lines::new((base, bytes), (part, parts), times);
                 for _ in 0..times {
-                    asked.extend(lines.next().map(|line| line as usize));
+                    fetched.extend(lines.next().map(|line| line as usize));
                 }
                 assert_eq!(lines.next().count(), 0, "{bytes} bytes in {parts} parts, {times} times");
             }
             let all: Vec<usize> = (0..bytes.div_ceil(LINE)).map(|line| base as usize + line * LINE).collect();
-            assert_eq!(asked, all, "{bytes} bytes in {parts} parts, {times} times");
+            assert_eq!(fetched, all, "{bytes} bytes in {parts} parts, {times} times");
         }
     }
 }

@@ -1,64 +1,65 @@
-//! How the codes of a block's sixteen outs lie.
+//! Layouts of the quants of a block of sixteen outputs.
 //!
-//! A vector is 64 bytes: four neighbouring codes of each out. Of 32 codes there are eight; the half of them, numbers 0 to 3,
-//! goes together with the other, 4 to 7. Formats of fewer than eight bits put both into one vector of bytes.
-//! Invariant: `get` finds what `put` stored, and `pair` gives it to the kernels.
+//! A vector is 64 bytes: four neighbouring quants of each output. 32 quants take eight vectors, and vectors 0
+//! to 3 are paired with vectors 4 to 7. Formats of fewer than eight bits store a pair in one vector of bytes.
+//! Invariant: `unpack` returns what `pack` stored, and `load_pair` loads it for the kernels.
 
-// Arrays in step: what they are indexed by says more than iterators over one of them.
+// These loops index several arrays at once, which is clearer than iterating over one of them.
 #![allow(clippy::needless_range_loop)]
 
 use super::STRIP;
 use crate::cpu::simd::{BYTES, Ints};
 use crate::quant::INPUT_BLOCK;
 
-/// Codes of a vector that belong to one out.
+/// Quants of a vector that belong to one output.
 const FOUR: usize = 4;
-/// Vectors of half of 32 codes.
+/// Vectors of half of 32 quants.
 pub const HALF: usize = INPUT_BLOCK / FOUR / 2;
 
-/// A way to store codes.
+/// A layout of quants.
 pub trait Codes: 'static {
-    /// Codes of an out that are stored together.
+    /// Quants of an output that are stored together.
     const NUMBERS: usize;
-    /// Bytes of those of sixteen outs.
+    /// Bytes of these quants, for sixteen outputs.
     const BYTES: usize;
 
-    /// Stores the codes of out `lane`; other outs' stay as they are, and bytes are zero at first.
-    fn put(codes: &[u8], lane: usize, to: &mut [u8]);
+    /// Packs the quants of output `lane` into `to`. Those of other outputs stay as they are; the bytes must
+    /// be zero at first.
+    fn put(quants: &[u8], lane: usize, to: &mut [u8]);
 
-    /// The codes of out `lane`.
-    fn get(from: &[u8], lane: usize, codes: &mut [u8]);
+    /// Unpacks the quants of output `lane`.
+    fn get(from: &[u8], lane: usize, quants: &mut [u8]);
 
-    /// Vectors `number` and `number + 4` of block number `block` of 32 codes.
+    /// Loads vectors `number` and `number + 4` of block number `block` of 32 quants.
     ///
     /// # Safety
     /// * The bytes can be read at `at`.
     unsafe fn pair<S: Ints>(simd: S, at: *const u8, block: usize, number: usize) -> [S::B; 2];
 }
 
-/// Number, and place within it, of the vector in which code `n` of an out's 32 is, and the byte.
+/// Returns the number of the vector that holds quant `n` of an output's 32, and the byte within it.
 fn place(n: usize, lane: usize) -> (usize, usize) {
     (n / FOUR, lane * FOUR + n % FOUR)
 }
 
-/// A byte each.
+/// One byte per quant.
 pub struct Bytes;
 
 impl Codes for Bytes {
     const NUMBERS: usize = INPUT_BLOCK;
     const BYTES: usize = STRIP * INPUT_BLOCK;
 
-    fn put(codes: &[u8], lane: usize, to: &mut [u8]) {
-        for (n, code) in codes.iter().enumerate() {
+    fn put(quants: &[u8], lane: usize, to: &mut [u8]) {
+        for (n, quant) in quants.iter().enumerate() {
             let (vector, byte) = place(n, lane);
-            to[vector * BYTES + byte] = *code;
+            to[vector * BYTES + byte] = *quant;
         }
     }
 
-    fn get(from: &[u8], lane: usize, codes: &mut [u8]) {
-        for (n, code) in codes.iter_mut().enumerate() {
+    fn get(from: &[u8], lane: usize, quants: &mut [u8]) {
+        for (n, quant) in quants.iter_mut().enumerate() {
             let (vector, byte) = place(n, lane);
-            *code = from[vector * BYTES + byte];
+            *quant = from[vector * BYTES + byte];
         }
     }
 
@@ -69,41 +70,42 @@ impl Codes for Bytes {
     }
 }
 
-/// Half a byte each, and UPPER further bits in planes of their own: a plane has those of 8 / UPPER vectors.
-pub struct Nibbles<const UPPER: usize>;
+/// Four bits per quant, and HIGH further bits in separate planes. A plane holds the high bits of 8 / HIGH
+/// vectors.
+pub struct Nibbles<const HIGH: usize>;
 
-impl<const UPPER: usize> Nibbles<UPPER> {
+impl<const HIGH: usize> Nibbles<HIGH> {
     const LOWER: usize = HALF * BYTES;
 
-    /// The plane with a vector's upper bits, and where in its bytes.
+    /// Returns the offset of the plane with a vector's high bits, and the shift within its bytes.
     #[inline(always)]
     fn plane(vector: usize) -> (usize, usize) {
-        (Self::LOWER + vector * UPPER / 8 * BYTES, vector * UPPER % 8)
+        (Self::LOWER + vector * HIGH / 8 * BYTES, vector * HIGH % 8)
     }
 }
 
-impl<const UPPER: usize> Codes for Nibbles<UPPER> {
+impl<const HIGH: usize> Codes for Nibbles<HIGH> {
     const NUMBERS: usize = INPUT_BLOCK;
-    const BYTES: usize = STRIP * INPUT_BLOCK * (4 + UPPER) / 8;
+    const BYTES: usize = STRIP * INPUT_BLOCK * (4 + HIGH) / 8;
 
-    fn put(codes: &[u8], lane: usize, to: &mut [u8]) {
-        for (n, code) in codes.iter().enumerate() {
+    fn put(quants: &[u8], lane: usize, to: &mut [u8]) {
+        for (n, quant) in quants.iter().enumerate() {
             let (vector, byte) = place(n, lane);
-            to[vector % HALF * BYTES + byte] |= (code & 15) << (vector / HALF * 4);
-            if UPPER > 0 {
+            to[vector % HALF * BYTES + byte] |= (quant & 15) << (vector / HALF * 4);
+            if HIGH > 0 {
                 let (plane, shift) = Self::plane(vector);
-                to[plane + byte] |= (code >> 4) << shift;
+                to[plane + byte] |= (quant >> 4) << shift;
             }
         }
     }
 
-    fn get(from: &[u8], lane: usize, codes: &mut [u8]) {
-        for (n, code) in codes.iter_mut().enumerate() {
+    fn get(from: &[u8], lane: usize, quants: &mut [u8]) {
+        for (n, quant) in quants.iter_mut().enumerate() {
             let (vector, byte) = place(n, lane);
-            *code = from[vector % HALF * BYTES + byte] >> (vector / HALF * 4) & 15;
-            if UPPER > 0 {
+            *quant = from[vector % HALF * BYTES + byte] >> (vector / HALF * 4) & 15;
+            if HIGH > 0 {
                 let (plane, shift) = Self::plane(vector);
-                *code |= (from[plane + byte] >> shift & ((1 << UPPER) - 1)) << 4;
+                *quant |= (from[plane + byte] >> shift & ((1 << HIGH) - 1)) << 4;
             }
         }
     }
@@ -113,19 +115,20 @@ impl<const UPPER: usize> Codes for Nibbles<UPPER> {
         // SAFETY: the caller's promise, here and below.
         let both = unsafe { simd.bytes(at.add(number * BYTES)) };
         let mut pair = [simd.bits(both, 0, 4), simd.bits(both, 4, 4)];
-        if UPPER > 0 {
+        if HIGH > 0 {
             for half in 0..2 {
                 let (plane, shift) = Self::plane(number + half * HALF);
                 let upper = unsafe { simd.bytes(at.add(plane)) };
-                pair[half] = simd.over(pair[half], simd.bits(upper, shift as u32, UPPER as u32), 4);
+                pair[half] = simd.over(pair[half], simd.bits(upper, shift as u32, HIGH as u32), 4);
             }
         }
         pair
     }
 }
 
-/// Codes of 0 to 10: two of them, of either half of 32, are a number of seven bits, the second times 11. Of the eight vectors
-/// of 64 codes seven are stored; the bits of the last one are the upper ones of their bytes.
+/// Quants of 0 to 10. Two of them, one from each half of 32, form a number of seven bits: the first plus 11
+/// times the second. Of the eight vectors for 64 quants, seven are stored; the bits of the eighth are the top
+/// bits of their bytes.
 pub struct Elevens;
 
 impl Elevens {
@@ -137,9 +140,9 @@ impl Codes for Elevens {
     const NUMBERS: usize = Self::BLOCKS * INPUT_BLOCK;
     const BYTES: usize = Self::STORED * BYTES;
 
-    fn put(codes: &[u8], lane: usize, to: &mut [u8]) {
-        for (block, codes) in codes.as_chunks::<INPUT_BLOCK>().0.iter().enumerate() {
-            let (first, second) = codes.split_at(INPUT_BLOCK / 2);
+    fn put(quants: &[u8], lane: usize, to: &mut [u8]) {
+        for (block, quants) in quants.as_chunks::<INPUT_BLOCK>().0.iter().enumerate() {
+            let (first, second) = quants.split_at(INPUT_BLOCK / 2);
             for (n, (first, second)) in first.iter().zip(second).enumerate() {
                 let ((vector, byte), both) = (place(n, lane), first + 11 * second);
                 match block * HALF + vector {
@@ -152,9 +155,9 @@ impl Codes for Elevens {
         }
     }
 
-    fn get(from: &[u8], lane: usize, codes: &mut [u8]) {
-        for (block, codes) in codes.as_chunks_mut::<INPUT_BLOCK>().0.iter_mut().enumerate() {
-            let (first, second) = codes.split_at_mut(INPUT_BLOCK / 2);
+    fn get(from: &[u8], lane: usize, quants: &mut [u8]) {
+        for (block, quants) in quants.as_chunks_mut::<INPUT_BLOCK>().0.iter_mut().enumerate() {
+            let (first, second) = quants.split_at_mut(INPUT_BLOCK / 2);
             for (n, (first, second)) in first.iter_mut().zip(second).enumerate() {
                 let (vector, byte) = place(n, lane);
                 let both = match block * HALF + vector {

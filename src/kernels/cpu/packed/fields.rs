@@ -1,43 +1,46 @@
-//! Scales, bases and what else of a block is no code: the same field of sixteen outs side by side.
+//! Layouts of the scales, minimums and other fields of a block: the same field of sixteen outputs side by
+//! side.
 //!
-//! A code c of a block of 32 stands for `(c - ZERO) * scale + base`. Formats with a zero have no base and those with a base
-//! no zero.
-//! Invariant: scales and bases are what the number format's definition multiplies and adds, each rounded once.
+//! A quant q of a block of 32 represents `(q - ZERO_POINT) * scale + minimum`. A format has either a zero
+//! point or a minimum.
+//! Invariant: scales and minimums are those that the number format's definition multiplies and adds, each
+//! rounded once.
 
 use super::STRIP;
 use crate::cpu::simd::{Ints, LANES};
 
-/// What a code that stands for zero is.
+/// The quant that represents zero.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Zero {
-    /// There is a base instead.
+    /// No zero point: the format has a minimum.
     Base,
     /// 2^n.
     Power(u32),
 }
 
-/// A way to store scales.
+/// A layout of scales.
 pub trait Fields: 'static {
-    /// Bytes of each field, in the order of the block's head.
+    /// Bytes of each field, in the order of the block's header.
     const WIDTHS: &'static [usize];
+    /// The zero point of the quants.
     const ZERO: Zero;
-    /// Scales of 32 numbers: 1, or 2 of 16 numbers each.
+    /// Number of scales for 32 numbers: 1, or 2 for 16 numbers each.
     const RUNS: usize = 1;
-    /// The same, unpacked.
+    /// The layout of these scales when they are unpacked.
     type Unpacked: Fields;
 
-    /// Scales and bases of block number `block` of 32 numbers. Of one run the second scale means nothing, and without a
-    /// base that does not.
+    /// Loads the scales and minimums of block number `block` of 32 numbers. The second scale is meaningless
+    /// if there is one scale, and so is the minimum if there is none.
     ///
     /// # Safety
     /// * The fields can be read at `at`.
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, block: usize) -> ([S::V; 2], S::V);
 }
 
-/// Bytes of 16 F16.
+/// Bytes of 16 F16 numbers.
 const HALVES: usize = 2 * STRIP;
 
-/// A scale in F16; codes are 2^ZERO too large.
+/// F16 scale; the zero point is 2^ZERO.
 pub struct Scale<const ZERO: u32>;
 
 impl<const ZERO: u32> Fields for Scale<ZERO> {
@@ -53,7 +56,7 @@ impl<const ZERO: u32> Fields for Scale<ZERO> {
     }
 }
 
-/// Base and scale in F16.
+/// F16 minimum, then F16 scale.
 pub struct BaseScale;
 
 impl Fields for BaseScale {
@@ -64,12 +67,12 @@ impl Fields for BaseScale {
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise.
-        let (base, scale) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
-        ([scale; 2], base)
+        let (minimum, scale) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
+        ([scale; 2], minimum)
     }
 }
 
-/// Scale and base in F16.
+/// F16 scale, then F16 minimum.
 pub struct ScaleBase;
 
 impl Fields for ScaleBase {
@@ -80,12 +83,12 @@ impl Fields for ScaleBase {
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise.
-        let (scale, base) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
-        ([scale; 2], base)
+        let (scale, minimum) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
+        ([scale; 2], minimum)
     }
 }
 
-/// FlexGen's: what divides a code, and base, in F16.
+/// F16 divisor (the inverse of the scale), then F16 minimum, as in FlexGen.
 pub struct Divisor;
 
 impl Fields for Divisor {
@@ -96,12 +99,12 @@ impl Fields for Divisor {
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise.
-        let (divisor, base) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
-        ([simd.div(simd.splat(1.0), divisor); 2], base)
+        let (divisor, minimum) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
+        ([simd.div(simd.splat(1.0), divisor); 2], minimum)
     }
 }
 
-/// Of Q4_K and Q5_K: two F16, and for each of eight blocks a scale and a minimum of six bits.
+/// Scales of Q4_K and Q5_K: two F16, and a 6-bit scale and a 6-bit minimum for each of eight blocks.
 pub struct Sixes;
 
 impl Fields for Sixes {
@@ -114,26 +117,26 @@ impl Fields for Sixes {
         // SAFETY: the caller's promise, here and below.
         let (d, m) = unsafe { (simd.halves(at), simd.halves(at.add(HALVES))) };
         let six = at.wrapping_add(2 * HALVES);
-        let (mut scale, mut least) = ([0; LANES], [0; LANES]);
+        let (mut scale, mut min) = ([0; LANES], [0; LANES]);
         if block < 4 {
             let (scales, minima) = unsafe { (bytes(six, block), bytes(six, 4 + block)) };
             for i in 0..LANES {
-                (scale[i], least[i]) = (scales[i] & 63, minima[i] & 63);
+                (scale[i], min[i]) = (scales[i] & 63, minima[i] & 63);
             }
         } else {
             let (lower, scales, minima) =
                 unsafe { (bytes(six, 4 + block), bytes(six, block - 4), bytes(six, block)) };
             for i in 0..LANES {
                 scale[i] = lower[i] & 15 | scales[i] >> 6 << 4;
-                least[i] = lower[i] >> 4 | minima[i] >> 6 << 4;
+                min[i] = lower[i] >> 4 | minima[i] >> 6 << 4;
             }
         }
-        let base = simd.sub(simd.splat(0.0), simd.mul(m, simd.small(least)));
-        ([simd.mul(d, simd.small(scale)); 2], base)
+        let minimum = simd.sub(simd.splat(0.0), simd.mul(m, simd.small(min)));
+        ([simd.mul(d, simd.small(scale)); 2], minimum)
     }
 }
 
-/// Field number `i` of those of a byte.
+/// Loads field number `i` of the one-byte fields.
 ///
 /// # Safety
 /// * It can be read.
@@ -143,7 +146,7 @@ unsafe fn bytes(fields: *const u8, i: usize) -> [u8; LANES] {
     unsafe { fields.add(i * STRIP).cast::<[u8; LANES]>().read() }
 }
 
-/// Of Q6_K: sixteen signed bytes, each the scale of sixteen numbers, and an F16; codes are 32 too large.
+/// Scales of Q6_K: sixteen signed bytes, each the scale of sixteen numbers, and an F16; the zero point is 32.
 pub struct Sixteens;
 
 impl Fields for Sixteens {
@@ -161,27 +164,27 @@ impl Fields for Sixteens {
     }
 }
 
-/// Bytes of 16 F32.
+/// Bytes of 16 F32 numbers.
 const SINGLES: usize = 4 * STRIP;
 
-/// RUNS scales in F32; codes are 2^ZERO too large.
-pub struct Scales<const ZERO: u32, const RUNS: usize>;
+/// COUNT F32 scales; the zero point is 2^ZERO.
+pub struct Scales<const ZERO: u32, const COUNT: usize>;
 
-impl<const ZERO: u32, const RUNS: usize> Fields for Scales<ZERO, RUNS> {
-    const WIDTHS: &'static [usize] = if RUNS == 1 { &[4] } else { &[4, 4] };
+impl<const ZERO: u32, const COUNT: usize> Fields for Scales<ZERO, COUNT> {
+    const WIDTHS: &'static [usize] = if COUNT == 1 { &[4] } else { &[4, 4] };
     const ZERO: Zero = Zero::Power(ZERO);
-    const RUNS: usize = RUNS;
+    const RUNS: usize = COUNT;
     type Unpacked = Self;
 
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise.
-        let (first, last) = unsafe { (simd.singles(at), simd.singles(at.add((RUNS - 1) * SINGLES))) };
+        let (first, last) = unsafe { (simd.singles(at), simd.singles(at.add((COUNT - 1) * SINGLES))) };
         ([first, last], first)
     }
 }
 
-/// Scale and base in F32.
+/// F32 scale, then F32 minimum.
 pub struct ScaleAndBase;
 
 impl Fields for ScaleAndBase {
@@ -192,7 +195,7 @@ impl Fields for ScaleAndBase {
     #[inline(always)]
     unsafe fn scales<S: Ints>(simd: S, at: *const u8, _: usize) -> ([S::V; 2], S::V) {
         // SAFETY: the caller's promise.
-        let (scale, base) = unsafe { (simd.singles(at), simd.singles(at.add(SINGLES))) };
-        ([scale; 2], base)
+        let (scale, minimum) = unsafe { (simd.singles(at), simd.singles(at.add(SINGLES))) };
+        ([scale; 2], minimum)
     }
 }

@@ -1,6 +1,6 @@
-//! Which number formats are packed, and how.
+//! The number formats that are packed, and their layouts.
 //!
-//! Invariant: a format that is packed can be taken apart.
+//! Invariant: a format is packed if and only if its blocks can be split into quants and fields.
 
 use super::STRIP;
 use super::codes::{Bytes, Codes, Elevens, Nibbles};
@@ -8,18 +8,18 @@ use super::fields::{BaseScale, Divisor, Fields, Scale, ScaleBase, Sixes, Sixteen
 use crate::quant::{INPUT_BLOCK, QuantType};
 use std::marker::PhantomData;
 
-/// How a format is packed.
+/// A packed format: the layout of its quants and scales.
 pub trait Format: 'static {
     type Codes: Codes;
     type Fields: Fields;
     /// Numbers of a block.
     const NUMBERS: usize;
 
-    /// Bytes of a block's codes, of sixteen outs.
+    /// Bytes of the quants of one block of sixteen outputs.
     const CODE_BYTES: usize = Self::NUMBERS / Self::Codes::NUMBERS * Self::Codes::BYTES;
-    /// Bytes of a block's fields, of sixteen outs.
+    /// Bytes of the scales and other fields of one block of sixteen outputs.
     const FIELD_BYTES: usize = STRIP * sum(Self::Fields::WIDTHS);
-    /// Whether it may come from memory.
+    /// Whether the panel may be read from memory rather than from a cache.
     const STREAMS: bool = true;
 }
 
@@ -32,7 +32,7 @@ const fn sum(widths: &[usize]) -> usize {
     sum
 }
 
-/// The format of these parts.
+/// The packed format of weights, given the layouts of its quants and scales and its block length.
 pub struct Of<C, F, const NUMBERS: usize>(PhantomData<(C, F)>);
 
 impl<C: Codes, F: Fields, const NUMBERS: usize> Format for Of<C, F, NUMBERS> {
@@ -41,7 +41,7 @@ impl<C: Codes, F: Fields, const NUMBERS: usize> Format for Of<C, F, NUMBERS> {
     const NUMBERS: usize = NUMBERS;
 }
 
-/// Bytes and F32, to which a format is unpacked that many rows are multiplied with.
+/// The unpacked form of a weight panel, used when a batch has many rows: int8 quants and F32 scales.
 pub struct Unpacked<F>(PhantomData<F>);
 
 impl<F: Fields> Format for Unpacked<F> {
@@ -51,16 +51,16 @@ impl<F: Fields> Format for Unpacked<F> {
     const STREAMS: bool = false;
 }
 
-/// What a format is unpacked to.
+/// The format that `F` is unpacked to.
 pub type Wide<F> = Unpacked<<<F as Format>::Fields as Fields>::Unpacked>;
 
-/// Something to be done for the [`Format`] that belongs to a type known at run time.
+/// An operation that is generic over the [`PackedFormat`], which is known only at run time.
 pub trait ForFormat {
     type Out;
     fn run<F: Format>(self) -> Self::Out;
 }
 
-/// Calls `op` with how `ty` is packed; `None` if it is not.
+/// Calls `op` with the [`PackedFormat`] of `ty`; returns `None` if `ty` is not packed.
 pub fn with_format<O: ForFormat>(ty: QuantType, op: O) -> Option<O::Out> {
     use QuantType::*;
     Some(match ty {
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_taken_apart_is_packed_in_as_many_bytes() {
+    fn every_format_with_parts_is_packed_in_the_same_number_of_bytes() {
         for ty in QuantType::all() {
             let sizes = ty.parts().map(|_| (ty.row().block_elements, ty.row().block_bytes));
             assert_eq!(with_format(ty, Sizes), sizes, "{ty}");

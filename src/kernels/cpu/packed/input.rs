@@ -1,31 +1,32 @@
-//! x (rows, inp) in blocks of 32 codes, packed for tiles of rows: for each tile, and within it for each block, the codes of
-//! all rows, then their scales, their scaled sums, their sums, and the sums of their first halves. Sums are negative, as
-//! codes that are too large need them.
+//! Packing of the input x (m, k) into int8 blocks of 32 columns, for tiles of rows. Each tile holds, for each
+//! block, the quants of all rows, then their scales, their scaled sums, their sums, and the sums of their
+//! first halves. The two unscaled sums are negated, ready to be multiplied by a zero point that must be
+//! subtracted.
 //!
-//! Invariant: codes and scales are those of [`InputBlock`].
+//! Invariant: quants and scales are those of [`Int8Block`].
 
 use crate::cpu::pool::{Parts, Pool};
 use crate::cpu::simd::{IntKernel, Ints, Level};
 use crate::cpu::source::{Rooms, Source, Tiles};
 use crate::quant::{INPUT_BLOCK, InputBlock};
 
-/// Bytes of a row's block.
+/// Bytes of one row's block.
 pub const ROW_BYTES: usize = INPUT_BLOCK + 4 * WORD;
 /// Bytes of a scale or a sum.
 pub const WORD: usize = 4;
 
-/// Packs the rows of each tile. `to` holds [`ROW_BYTES`] for each block of each row.
-pub fn pack(pool: &mut Pool, level: Level, source: &Source, tiles: &Tiles, rooms: &Rooms, to: &mut [u8]) {
-    let row = source.inp / INPUT_BLOCK * ROW_BYTES;
+/// Packs the rows of each tile. `to` holds [`ROW_BLOCK_BYTES`] for each block of each row.
+pub fn pack(pool: &mut Pool, level: Level, input: &Source, tiles: &Tiles, buffers: &Rooms, to: &mut [u8]) {
+    let row = input.inp / INPUT_BLOCK * ROW_BYTES;
     let to = Parts::new(to);
-    source.for_each(pool, level, tiles, rooms, |rows, r, x| {
+    input.for_each(pool, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
         let to = unsafe { to.part(rows.start * row..rows.end * row) };
         level.run_ints(Row { r, rows: rows.len(), x, to });
     });
 }
 
-/// Row number `r` of `rows` of a tile.
+/// Kernel that packs row number `r` of `rows` of a tile.
 struct Row<'a> {
     r: usize,
     rows: usize,
@@ -46,7 +47,7 @@ impl IntKernel for Row<'_> {
     }
 }
 
-/// Row number `r` of `rows`.
+/// Writes one block of row number `r` of `rows`.
 #[inline(always)]
 fn put(block: &InputBlock, r: usize, rows: usize, to: &mut [u8]) {
     let (mut first, mut second) = (0, 0);
@@ -54,9 +55,9 @@ fn put(block: &InputBlock, r: usize, rows: usize, to: &mut [u8]) {
         first += i32::from(block.codes[i]);
         second += i32::from(block.codes[i + INPUT_BLOCK / 2]);
     }
-    let (codes, words) = to.split_at_mut(rows * INPUT_BLOCK);
-    for (to, code) in codes[r * INPUT_BLOCK..].iter_mut().zip(block.codes) {
-        *to = code as u8;
+    let (quants, words) = to.split_at_mut(rows * INPUT_BLOCK);
+    for (to, quant) in quants[r * INPUT_BLOCK..].iter_mut().zip(block.codes) {
+        *to = quant as u8;
     }
     let scaled = (first + second) as f32 * block.scale;
     let all = [

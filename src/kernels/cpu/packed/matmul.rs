@@ -1,9 +1,9 @@
-//! Products x · wᵀ, for x (rows, in) and packed w (out, in).
+//! Int8 GEMM: x · wᵀ, for x (m, k) and packed w (n, k).
 //!
-//! x becomes codes, once. Few rows: a thread takes several strips of outs, one after another, from memory. More rows: it
-//! takes a panel of strips.
+//! x is quantized to int8 once. With few rows, a thread streams several panels of outputs from memory, one
+//! after another. With more rows, it takes a group of panels and processes the columns a slice at a time.
 //!
-//! Invariant: what a thread takes decides only when a block is added, never in which order.
+//! Invariant: how work is divided decides only when a block is added, never in which order.
 
 use super::STRIP;
 use super::formats::{ForFormat, Format, with_format};
@@ -22,21 +22,22 @@ use crate::host::HostBuf;
 use crate::quant::INPUT_BLOCK;
 use std::ops::Range;
 
-/// From so many tiles of rows on, strips are unpacked for them.
+/// Smallest number of tiles of rows for which panels are unpacked.
 const UNPACKED_TILES: usize = 3;
-/// From so many rows on AMX is used: each of its tiles has six rows then.
+/// Smallest number of rows for which AMX is used; each of its tiles then has at least six rows.
 #[cfg(target_arch = "x86_64")]
 const AMX_ROWS_MIN: usize = 12;
-/// Bytes of weights that one item takes where they stream.
+/// Bytes of weights that one work item takes when the weights stream.
 const STREAM_BYTES: usize = 128 * 1024;
-/// An item's strips come in multiples of this, the strips of the largest tile.
+/// The number of panels of a work item is a multiple of this, the number of panels of the largest tile.
 const OUTS_MAX: usize = 2;
 
-/// Buffers that grow with the limits and the widest weight, and not during steps.
+/// Buffers of the int8 GEMM. Their size follows from the step limits and the widest weight; they do not grow
+/// during steps.
 pub struct PackedScratch {
-    /// x, packed.
+    /// The packed input.
     input: HostBuf,
-    /// For each thread: the sums of all rows with a panel, and the panel's codes and fields, unpacked.
+    /// For each thread: the sums of all rows with a panel group, and the group's unpacked quants and scales.
     sums: HostBuf,
     sums_len: usize,
     codes: HostBuf,
@@ -44,12 +45,12 @@ pub struct PackedScratch {
 }
 
 impl PackedScratch {
-    /// Room for `rows` rows of `inp` columns on `threads` threads.
-    pub fn new(rows: usize, inp: usize, threads: usize) -> Result<PackedScratch, DeviceError> {
+    /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
+    pub fn new(rows: usize, k: usize, threads: usize) -> Result<PackedScratch, DeviceError> {
         let sums_len = rows * panel::STRIPS * LANES;
-        let panels = if inp == 0 { 0 } else { threads * panel::STRIPS };
+        let panels = if k == 0 { 0 } else { threads * panel::STRIPS };
         Ok(PackedScratch {
-            input: HostBuf::zeroed(rows * inp.div_ceil(INPUT_BLOCK) * ROW_BYTES)?,
+            input: HostBuf::zeroed(rows * k.div_ceil(INPUT_BLOCK) * ROW_BYTES)?,
             sums: HostBuf::zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
             codes: HostBuf::zeroed(panels * CODES)?,
@@ -57,52 +58,63 @@ impl PackedScratch {
         })
     }
 
-    /// Packs rows.
+    /// Quantizes and packs the input.
     pub fn pack(
         &mut self,
         pool: &mut Pool,
-        (level, dots): (Level, Option<Dots>),
-        source: &Source,
-        rooms: &Rooms,
+        (level, bf16_isa): (Level, Option<Dots>),
+        x: &Source,
+        buffers: &Rooms,
     ) -> Packed<'_> {
-        let count = source.rows;
-        let (way, tiles) = Way::of(level, dots, count);
-        let input = &mut self.input.bytes_mut()[..count * (source.inp / INPUT_BLOCK) * ROW_BYTES];
-        input::pack(pool, level, source, &tiles, rooms, input);
+        let rows = x.rows;
+        let (path, tiles) = Way::of(level, bf16_isa, rows);
+        let input = &mut self.input.bytes_mut()[..rows * (x.inp / INPUT_BLOCK) * ROW_BYTES];
+        input::pack(pool, level, x, &tiles, buffers, input);
         let (sums, sums_len) = (Parts::new(self.sums.f32_mut()), self.sums_len);
-        let (codes, fields) = (Parts::new(self.codes.bytes_mut()), Parts::new(self.fields.f32_mut()));
-        Packed { level, threads: pool.threads(), way, tiles, count, input, sums, sums_len, codes, fields }
+        let (quants, scales) = (Parts::new(self.codes.bytes_mut()), Parts::new(self.fields.f32_mut()));
+        Packed {
+            level,
+            threads: pool.threads(),
+            way: path,
+            tiles,
+            count: rows,
+            input,
+            sums,
+            sums_len,
+            codes: quants,
+            fields: scales,
+        }
     }
 }
 
-/// How weights are multiplied with.
+/// The kernel path: how the weights are read and multiplied.
 #[derive(Clone, Copy)]
 pub enum Way {
-    /// As they are stored.
+    /// Directly from the stored panels.
     Stored,
-    /// Unpacked.
+    /// From panels that are unpacked first.
     Unpacked,
-    /// Unpacked, by AMX.
+    /// From unpacked panels, with AMX.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     Amx(Amx),
 }
 
 impl Way {
-    /// That for so many rows, and how these are cut.
-    fn of(level: Level, dots: Option<Dots>, rows: usize) -> (Way, Tiles) {
+    /// Returns the path for `rows` rows, and the tiles of rows for it.
+    fn of(level: Level, bf16_isa: Option<Dots>, rows: usize) -> (Way, Tiles) {
         #[cfg(target_arch = "x86_64")]
-        if let Some(Dots::Amx(amx)) = dots
+        if let Some(Dots::Amx(amx)) = bf16_isa
             && rows >= AMX_ROWS_MIN
         {
             return (Way::Amx(amx), Tiles::new(rows, amx::ROWS));
         }
-        let _ = dots;
+        let _ = bf16_isa;
         let tiles = Tiles::new(rows, level.run_ints(TileRows));
         (if tiles.count() < UNPACKED_TILES { Way::Stored } else { Way::Unpacked }, tiles)
     }
 }
 
-/// Rows of a level's largest tile.
+/// Kernel that returns the rows of the instruction set's largest tile.
 struct TileRows;
 
 impl IntKernel for TileRows {
@@ -114,7 +126,7 @@ impl IntKernel for TileRows {
     }
 }
 
-/// Packed rows, and each thread's scratch.
+/// A packed int8 input, and the scratch of each thread.
 pub struct Packed<'a> {
     level: Level,
     pub threads: usize,
@@ -129,12 +141,12 @@ pub struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// Whether a weight is read once, as it is stored.
+    /// Returns whether a weight is read only once, as it is stored.
     pub fn streams(&self) -> bool {
         matches!(self.way, Way::Stored) && self.tiles.count() == 1
     }
 
-    /// A tile's rows, and where they begin at that block of 32 columns.
+    /// Returns a tile's rows, and the address of their block number `block` of 32 columns.
     pub fn tile(&self, tile: usize, block: usize) -> (Range<usize>, *const u8) {
         let (rows, row) = (self.tiles.rows_of(tile), self.input.len() / self.count);
         let input = &self.input[rows.start * row..rows.end * row];
@@ -144,14 +156,14 @@ impl Packed<'_> {
 }
 
 impl products::Packed for Packed<'_> {
-    fn outs_each(&self, w: &Weight<HostBuf>, most: usize) -> usize {
-        let strip = w.buf.len() / w.out.div_ceil(STRIP);
-        let streamed = STREAM_BYTES / strip.clamp(1, STREAM_BYTES);
-        let strips = if self.streams() { streamed } else { panel::STRIPS };
-        strips.min(most.div_ceil(STRIP)).next_multiple_of(OUTS_MAX) * STRIP
+    fn outs_each(&self, w: &Weight<HostBuf>, max: usize) -> usize {
+        let panel_bytes = w.buf.len() / w.out.div_ceil(STRIP);
+        let streamed = STREAM_BYTES / panel_bytes.clamp(1, STREAM_BYTES);
+        let panels = if self.streams() { streamed } else { panel::STRIPS };
+        panels.min(max.div_ceil(STRIP)).next_multiple_of(OUTS_MAX) * STRIP
     }
 
-    fn multiply(&self, worker: usize, product: &Product, outs: Range<usize>) {
+    fn multiply(&self, worker: usize, gemm: &Product, outputs: Range<usize>) {
         let own = |each: usize| worker * each..(worker + 1) * each;
         // SAFETY: each worker has its own scratch and is in one item at a time.
         let scratch = unsafe {
@@ -161,11 +173,11 @@ impl products::Packed for Packed<'_> {
                 fields: self.fields.part(own(panel::STRIPS * FIELDS)),
             }
         };
-        self.level.run_ints(Item { rows: self, product, outs, scratch });
+        self.level.run_ints(Item { rows: self, product: gemm, outs: outputs, scratch });
     }
 }
 
-/// All rows with some outs.
+/// A work item: all rows with a range of outputs.
 struct Item<'a> {
     rows: &'a Packed<'a>,
     product: &'a Product<'a>,
@@ -183,6 +195,7 @@ impl IntKernel for Item<'_> {
     }
 }
 
+/// Runs a work item for the packed format of its weight.
 struct Typed<'a, S> {
     item: Item<'a>,
     simd: S,
@@ -192,11 +205,11 @@ impl<S: Ints> ForFormat for Typed<'_, S> {
     type Out = ();
 
     fn run<F: Format>(self) {
-        let Item { rows, product, outs, mut scratch } = self.item;
-        let end = outs.end.div_ceil(STRIP);
-        for first in (outs.start / STRIP..end).step_by(panel::STRIPS) {
-            let strips = first..end.min(first + panel::STRIPS);
-            Panel::<F>::new(rows, product, strips).multiply(self.simd, &mut scratch);
+        let Item { rows: input, product: gemm, outs: outputs, mut scratch } = self.item;
+        let end = outputs.end.div_ceil(STRIP);
+        for first in (outputs.start / STRIP..end).step_by(panel::STRIPS) {
+            let panels = first..end.min(first + panel::STRIPS);
+            Panel::<F>::new(input, gemm, panels).multiply(self.simd, &mut scratch);
         }
     }
 }

@@ -1,14 +1,15 @@
-//! Coded weights, packed for products of codes.
+//! Quantized weights, packed for int8 dot products.
 //!
-//! Sixteen outs lie together, a strip. Of each block of a strip's rows the codes are one run of bytes, in which four
-//! neighbouring codes of an out follow those of the out before it, as dot products of bytes want them; scales, bases and what
-//! else is no code are another, the same field of sixteen outs side by side. First come the codes of all strips, then all
-//! fields, so that codes begin where cache lines do. Outs beyond the last are zero.
+//! Sixteen outputs form a panel. For each quantized block of a panel's rows, the quants are one run of bytes,
+//! in which four neighbouring quants of an output follow those of the previous output, as byte dot products
+//! need them. The scales, minimums and other fields are another run of bytes, with the same field of the
+//! sixteen outputs side by side. A weight holds the quants of all panels, then the scales of all panels, so
+//! that quants begin at cache lines. Outputs beyond the last are zero.
 //!
-//! In reading order: `codes` and `fields` (how these lie), `formats` (which format is which), `store` (there and back),
-//! `input` (the other operand), `ahead` (what is asked for early), `product` (one tile), `tiles` (the same by AMX), `panel`
-//! (several), `matmul` (all of them).
-//! Invariant: packed weights take the bytes of the blocks, and give them back one for one.
+//! In reading order: `quants` and `scales` (layouts), `formats` (the packed formats), `store` (packing and
+//! unpacking), `input` (the other operand), `prefetch`, `kernel` (one tile), `amx_kernel` (one tile with
+//! AMX), `panel_group` (several panels), `gemm` (all of them).
+//! Invariant: packed weights take exactly the bytes of the blocks, and unpack to them byte for byte.
 
 #![allow(unsafe_code)]
 
@@ -27,5 +28,5 @@ mod tiles;
 pub use matmul::PackedScratch;
 pub use store::{pack, packed_bytes, read};
 
-/// Outs of a strip.
+/// Outputs of a panel.
 const STRIP: usize = super::simd::LANES;

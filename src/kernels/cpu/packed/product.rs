@@ -1,11 +1,13 @@
-//! One tile: R rows with O strips of outs.
+//! Int8 kernel of one tile: R rows with O panels of outputs.
 //!
-//! Of each block of 32 columns the products of codes are summed exactly, as whole numbers; that sum, times the product of the
-//! two scales, is added to what earlier blocks gave, in one rounding; and so is the base, if there is one, times the sum of
-//! the input's block. A format with two scales in 32 columns does this for 16 and 16.
-//! Invariant: an element's sums run over blocks in ascending order, whatever R, O and the cuts between blocks.
+//! For each block of 32 columns, the products of quants are summed exactly, as integers. That sum, multiplied
+//! by the product of the two scales, is added to the result of earlier blocks with one rounding; so is the
+//! minimum, if there is one, multiplied by the sum of the input block. A format with two scales for 32
+//! columns does this for 16 and 16 columns.
+//! Invariant: the sums of an element run over blocks in ascending order, whatever R, O and the slices of
+//! blocks.
 
-// Arrays in step: what they are indexed by says more than iterators over one of them.
+// These loops index several arrays at once, which is clearer than iterating over one of them.
 #![allow(clippy::needless_range_loop)]
 
 use super::ahead::Ahead;
@@ -18,21 +20,21 @@ use crate::quant::INPUT_BLOCK;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How far ahead of the codes at hand others are asked for: bytes, at most, in whole blocks.
+/// Prefetch distance: bytes of quants, at most, in whole blocks.
 const AHEAD: usize = 4096;
 
-/// Some strips: where the codes and fields of each one's first block are.
+/// O panels: the addresses of the quants and scales of each panel's first block.
 #[derive(Clone, Copy)]
 pub struct Strips<const O: usize> {
     pub codes: [*const u8; O],
     pub fields: [*const u8; O],
-    /// Blocks of a row, where they come from memory: behind them the strips begin that come next.
+    /// Blocks of a row, if the panels are read from memory: the next panels begin after them.
     pub row: usize,
-    /// What to ask for meanwhile, where these do not.
+    /// What to prefetch meanwhile, if the panels are not read from memory.
     pub ahead: [Ahead; O],
 }
 
-/// What to multiply.
+/// Kernel that multiplies a tile of R rows with O panels.
 pub struct Tile<'a, F, const R: usize, const O: usize> {
     strips: Strips<O>,
     input: *const u8,
@@ -42,22 +44,23 @@ pub struct Tile<'a, F, const R: usize, const O: usize> {
 }
 
 impl<'a, F: Format, const R: usize, const O: usize> Tile<'a, F, R, O> {
-    /// Codes and fields are those of each strip's first block, `input` the tile's R rows from the first block on. To `sums`,
-    /// what earlier blocks gave, O times 16 of each row, rows a stride apart, go the products of `blocks`.
+    /// Creates the kernel, which adds the products of `blocks` to `sums`. Quants and scales are those of each
+    /// panel's first block, and `input` holds the tile's R rows from the first block on. `sums` holds the
+    /// results of earlier blocks: O times 16 for each row, rows a stride apart.
     ///
     /// # Safety
-    /// * Codes, fields and input can be read up to the end of `blocks`, as long as the tile lives.
+    /// * Quants, scales and input can be read up to the end of `blocks`, as long as the tile lives.
     pub unsafe fn new(
-        strips: Strips<O>,
+        panels: Strips<O>,
         input: *const u8,
         blocks: Range<usize>,
         sums: (&'a mut [f32], usize),
     ) -> Tile<'a, F, R, O> {
-        Tile { strips, input, blocks, sums, format: PhantomData }
+        Tile { strips: panels, input, blocks, sums, format: PhantomData }
     }
 }
 
-/// Whole sums of R rows with O strips.
+/// Integer sums of R rows with O panels.
 type Whole<S, const R: usize, const O: usize> = [[<S as Ints>::I; O]; R];
 
 impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> {
@@ -72,21 +75,21 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
                 totals[r][o] = simd.load(&sums[r * stride + o]);
             }
         }
-        let mut strips = self.strips;
+        let mut panels = self.strips;
         for block in self.blocks {
             if !F::STREAMS {
-                strips.ahead.iter_mut().for_each(Ahead::ask);
+                panels.ahead.iter_mut().for_each(Ahead::ask);
             }
-            for part in (0..parts::<F>()).step_by(step::<F>()) {
+            for chunk in (0..parts::<F>()).step_by(step::<F>()) {
                 if F::STREAMS {
-                    strips.ask_from::<F>(block, part);
+                    panels.ask_from::<F>(block, chunk);
                 }
-                // SAFETY: who made the tile promised that its pointers cover the blocks. Two parts are spelled out, for
-                // then what both read is read once, and places are constants.
+                // SAFETY: the caller of `new` guarantees that the pointers cover the blocks. The two chunks
+                // are written out, because then data that both need is read once, and offsets are constants.
                 unsafe {
-                    add_part::<F, S, R, O>(simd, &strips, self.input, (block, part, 0), &mut totals);
+                    add_part::<F, S, R, O>(simd, &panels, self.input, (block, chunk, 0), &mut totals);
                     if step::<F>() == 2 {
-                        add_part::<F, S, R, O>(simd, &strips, self.input, (block, part, 1), &mut totals);
+                        add_part::<F, S, R, O>(simd, &panels, self.input, (block, chunk, 1), &mut totals);
                     }
                 }
             }
@@ -100,70 +103,70 @@ impl<F: Format, const R: usize, const O: usize> IntKernel for Tile<'_, F, R, O> 
 }
 
 impl<const O: usize> Strips<O> {
-    /// Asks for what comes some blocks after one step from part `part` of this one.
+    /// Prefetches the data that comes some blocks after this one, for the step of chunk `chunk`.
     #[inline(always)]
-    fn ask_from<F: Format>(&self, block: usize, part: usize) {
+    fn ask_from<F: Format>(&self, block: usize, chunk: usize) {
         let blocks = const { AHEAD / F::CODE_BYTES };
-        let (codes, fields) =
+        let (quant_lines, scale_lines) =
             const { (F::CODE_BYTES / BYTES / steps::<F>(), F::FIELD_BYTES.div_ceil(BYTES * steps::<F>())) };
-        let (is_behind, nth) = (block + blocks >= self.row, part / step::<F>());
+        let (is_beyond, nth) = (block + blocks >= self.row, chunk / step::<F>());
         for o in 0..O {
-            // Behind the row: the strips that come next lie behind the last one of these.
-            let code = if is_behind { self.codes[O - 1] as usize - self.codes[0] as usize } else { 0 };
-            let field = if is_behind { self.fields[O - 1] as usize - self.fields[0] as usize } else { 0 };
-            let code = code + (block + blocks) * F::CODE_BYTES + nth * codes * BYTES;
-            let field = field + (block + blocks) * F::FIELD_BYTES + nth * fields * BYTES;
-            for line in 0..codes {
-                prefetch_first(self.codes[o].wrapping_add(code + line * BYTES));
+            // Beyond the row: the next panels come after the last one of these.
+            let quants = if is_beyond { self.codes[O - 1] as usize - self.codes[0] as usize } else { 0 };
+            let scales = if is_beyond { self.fields[O - 1] as usize - self.fields[0] as usize } else { 0 };
+            let quants = quants + (block + blocks) * F::CODE_BYTES + nth * quant_lines * BYTES;
+            let scales = scales + (block + blocks) * F::FIELD_BYTES + nth * scale_lines * BYTES;
+            for line in 0..quant_lines {
+                prefetch_first(self.codes[o].wrapping_add(quants + line * BYTES));
             }
-            for line in 0..fields {
-                prefetch_first(self.fields[o].wrapping_add(field + line * BYTES));
+            for line in 0..scale_lines {
+                prefetch_first(self.fields[o].wrapping_add(scales + line * BYTES));
             }
         }
     }
 }
 
-/// Runs of 32 columns in a block.
+/// Returns the number of 32-column chunks in a block.
 const fn parts<F: Format>() -> usize {
     F::NUMBERS / INPUT_BLOCK
 }
 
-/// Those that are dealt with in one step.
+/// Returns the number of chunks that one step processes.
 const fn step<F: Format>() -> usize {
     2 - parts::<F>() % 2
 }
 
-/// Steps of a block.
+/// Returns the number of steps for a block.
 const fn steps<F: Format>() -> usize {
     parts::<F>() / step::<F>()
 }
 
-/// totals += the products of part `first + nth` of a block.
+/// Adds the products of chunk `first + nth` of a block to `totals`.
 ///
 /// # Safety
-/// * Codes, fields and input can be read up to the end of the block.
+/// * Quants, scales and input can be read up to the end of the block.
 #[inline(always)]
 unsafe fn add_part<F: Format, S: Ints, const R: usize, const O: usize>(
     simd: S,
-    strips: &Strips<O>,
+    panels: &Strips<O>,
     input: *const u8,
     (block, first, nth): (usize, usize, usize),
     totals: &mut [[S::V; O]; R],
 ) {
-    let mut parts_of = [Strip::<S>::default_of(simd); O];
+    let mut chunks = [Strip::<S>::default_of(simd); O];
     for o in 0..O {
-        let (codes, fields) = (strips.codes[o], strips.fields[o]);
+        let (quants, scales) = (panels.codes[o], panels.fields[o]);
         // SAFETY: the caller's promise, here and below.
-        parts_of[o] = unsafe { Strip::of::<F>(simd, codes, fields, block, (first, nth)) };
+        chunks[o] = unsafe { Strip::of::<F>(simd, quants, scales, block, (first, nth)) };
     }
     let at = (block * parts::<F>() + first + nth) * R * ROW_BYTES;
-    unsafe { add_block::<F, S, R, O>(simd, &parts_of, input.add(at), totals) };
+    unsafe { add_block::<F, S, R, O>(simd, &chunks, input.add(at), totals) };
 }
 
-/// 32 columns of a strip.
+/// A 32-column chunk of a panel.
 #[derive(Clone, Copy)]
 struct Strip<S: Ints> {
-    /// Where the codes lie that are stored together, and which 32 of those these are.
+    /// Address of the quants that are stored together, and which 32 of them these are.
     codes: *const u8,
     within: usize,
     scales: [S::V; 2],
@@ -171,40 +174,44 @@ struct Strip<S: Ints> {
 }
 
 impl<S: Ints> Strip<S> {
+    /// Returns a placeholder without quants.
     #[inline(always)]
     fn default_of(simd: S) -> Strip<S> {
         let zero = simd.splat(0.0);
         Strip { codes: std::ptr::null(), within: 0, scales: [zero; 2], base: zero }
     }
 
-    /// Those of part `first + nth` of a block. With `first` codes begin that are stored together.
+    /// Loads chunk `first + nth` of a block. Quants that are stored together begin with `first`.
     ///
     /// # Safety
-    /// * `codes` and `fields` cover the block.
+    /// * `quants` and `scales` cover the block.
     #[inline(always)]
     unsafe fn of<F: Format>(
         simd: S,
-        codes: *const u8,
-        fields: *const u8,
+        quants: *const u8,
+        scales: *const u8,
         block: usize,
         (first, nth): (usize, usize),
     ) -> Strip<S> {
         let together = const {
             let together = F::Codes::NUMBERS / INPUT_BLOCK;
-            assert!(step::<F>().is_multiple_of(together), "a step has all codes that are stored together");
+            assert!(
+                step::<F>().is_multiple_of(together),
+                "a step processes all quants that are stored together"
+            );
             together
         };
-        let (runs, within) = ((first + nth) / together, nth % together);
+        let (group, within) = ((first + nth) / together, nth % together);
         // SAFETY: the caller's promise.
         unsafe {
-            let codes = codes.add(block * F::CODE_BYTES + runs * F::Codes::BYTES);
-            let (scales, base) = F::Fields::scales(simd, fields.add(block * F::FIELD_BYTES), first + nth);
-            Strip { codes, within, scales, base }
+            let quants = quants.add(block * F::CODE_BYTES + group * F::Codes::BYTES);
+            let (scales, minimum) = F::Fields::scales(simd, scales.add(block * F::FIELD_BYTES), first + nth);
+            Strip { codes: quants, within, scales, base: minimum }
         }
     }
 }
 
-/// Some blocks of a strip, to be unpacked.
+/// Kernel that unpacks some blocks of a panel.
 pub struct Unpack<'a, F> {
     strip: (*const u8, *const u8),
     blocks: Range<usize>,
@@ -215,18 +222,18 @@ pub struct Unpack<'a, F> {
 }
 
 impl<'a, F: Format> Unpack<'a, F> {
-    /// Codes and fields are those of the strip's first block. `blocks` go to `codes`, each code less `less`, and `fields`, as
-    /// [`Wide`] has them.
+    /// Creates the kernel. Quants and scales are those of the panel's first block. `blocks` are unpacked to
+    /// `quants`, each quant minus `offset`, and to `scales`, in the layout of [`UnpackedFormat`].
     ///
     /// # Safety
-    /// * Codes and fields can be read up to the end of `blocks`.
+    /// * Quants and scales can be read up to the end of `blocks`.
     pub unsafe fn new(
-        strip: (*const u8, *const u8),
+        panel: (*const u8, *const u8),
         blocks: Range<usize>,
-        less: u8,
-        (codes, fields): (&'a mut [u8], &'a mut [f32]),
+        offset: u8,
+        (quants, scales): (&'a mut [u8], &'a mut [f32]),
     ) -> Unpack<'a, F> {
-        Unpack { strip, blocks, less, codes, fields, format: PhantomData }
+        Unpack { strip: panel, blocks, less: offset, codes: quants, fields: scales, format: PhantomData }
     }
 }
 
@@ -235,71 +242,71 @@ impl<F: Format> IntKernel for Unpack<'_, F> {
 
     #[inline(always)]
     fn run<S: Ints>(self, simd: S) {
-        let (parts, step) = const { (parts::<F>(), step::<F>()) };
-        let codes = self.codes.as_chunks_mut::<BYTES>().0.as_chunks_mut::<{ 2 * HALF }>().0;
-        let fields = self.fields.as_chunks_mut::<LANES>().0;
-        let each = const { Wide::<F>::FIELD_BYTES / (LANES * size_of::<f32>()) };
-        for (i, (codes, fields)) in codes.iter_mut().zip(fields.chunks_exact_mut(each)).enumerate() {
-            let (block, part) = (self.blocks.start + i / parts, i % parts);
+        let (chunks_per_block, chunks_per_step) = const { (parts::<F>(), step::<F>()) };
+        let quants = self.codes.as_chunks_mut::<BYTES>().0.as_chunks_mut::<{ 2 * HALF }>().0;
+        let scales = self.fields.as_chunks_mut::<LANES>().0;
+        let vectors = const { Wide::<F>::FIELD_BYTES / (LANES * size_of::<f32>()) };
+        for (i, (quants, scales)) in quants.iter_mut().zip(scales.chunks_exact_mut(vectors)).enumerate() {
+            let (block, chunk) = (self.blocks.start + i / chunks_per_block, i % chunks_per_block);
             if block == self.blocks.end {
                 break;
             }
-            // SAFETY: who made this promised that its pointers cover the blocks; here and below.
-            let strip = unsafe {
+            // SAFETY: the caller of `new` guarantees that the pointers cover the blocks; here and below.
+            let panel = unsafe {
                 Strip::<S>::of::<F>(
                     simd,
                     self.strip.0,
                     self.strip.1,
                     block,
-                    (part / step * step, part % step),
+                    (chunk / chunks_per_step * chunks_per_step, chunk % chunks_per_step),
                 )
             };
             for number in 0..HALF {
-                let pair = unsafe { F::Codes::pair(simd, strip.codes, strip.within, number) };
-                let pair = pair.map(|codes| simd.less(codes, self.less));
-                simd.put_bytes(pair[0], &mut codes[number]);
-                simd.put_bytes(pair[1], &mut codes[number + HALF]);
+                let pair = unsafe { F::Codes::pair(simd, panel.codes, panel.within, number) };
+                let pair = pair.map(|quants| simd.less(quants, self.less));
+                simd.put_bytes(pair[0], &mut quants[number]);
+                simd.put_bytes(pair[1], &mut quants[number + HALF]);
             }
-            let last = if F::Fields::ZERO == Zero::Base { strip.base } else { strip.scales[each - 1] };
-            simd.store(strip.scales[0], &mut fields[0]);
-            simd.store(last, &mut fields[each - 1]);
+            let last = if F::Fields::ZERO == Zero::Base { panel.base } else { panel.scales[vectors - 1] };
+            simd.store(panel.scales[0], &mut scales[0]);
+            simd.store(last, &mut scales[vectors - 1]);
         }
     }
 }
 
-/// totals += the products of 32 columns.
+/// Adds the products of 32 columns to `totals`.
 ///
 /// # Safety
-/// * The strips' codes can be read, and R rows of `input`.
+/// * The panels' quants can be read, and R rows of `input`.
 #[inline(always)]
 unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
     simd: S,
-    strips: &[Strip<S>; O],
+    panels: &[Strip<S>; O],
     input: *const u8,
     totals: &mut [[S::V; O]; R],
 ) {
     // SAFETY: the caller's promise, here and below.
-    let mut whole: [Whole<S, R, O>; 2] = [[[simd.zero(); O]; R]; 2];
+    let mut int_sums: [Whole<S, R, O>; 2] = [[[simd.zero(); O]; R]; 2];
     if let Zero::Power(n) = F::Fields::ZERO {
         for r in 0..R {
             let both = unsafe { simd.word(word::<R>(input, 2, r)) };
             let first =
                 if F::Fields::RUNS == 2 { unsafe { simd.word(word::<R>(input, 3, r)) } } else { both };
-            whole[0][r] = [simd.times_power(first, n); O];
-            whole[1][r] = [simd.times_power(simd.sub_ints(both, first), n); O];
+            int_sums[0][r] = [simd.times_power(first, n); O];
+            int_sums[1][r] = [simd.times_power(simd.sub_ints(both, first), n); O];
         }
     }
     for number in 0..HALF {
-        let mut codes = [[simd.no_bytes(); 2]; O];
+        let mut quants = [[simd.no_bytes(); 2]; O];
         for o in 0..O {
-            codes[o] = unsafe { F::Codes::pair(simd, strips[o].codes, strips[o].within, number) };
+            quants[o] = unsafe { F::Codes::pair(simd, panels[o].codes, panels[o].within, number) };
         }
         for half in 0..2 {
-            let run = half * (F::Fields::RUNS - 1);
+            let sub_block = half * (F::Fields::RUNS - 1);
             for r in 0..R {
                 let x = unsafe { simd.word(input.add(r * INPUT_BLOCK + (number + half * HALF) * 4)) };
                 for o in 0..O {
-                    whole[run][r][o] = simd.dot(whole[run][r][o], codes[o][half], x);
+                    int_sums[sub_block][r][o] = simd.dot(int_sums[sub_block][r][o], quants[o][half], x);
                 }
             }
         }
@@ -307,21 +314,21 @@ unsafe fn add_block<F: Format, S: Ints, const R: usize, const O: usize>(
     for r in 0..R {
         let scale = simd.splat(unsafe { word::<R>(input, 0, r).cast::<f32>().read_unaligned() });
         for o in 0..O {
-            for run in 0..F::Fields::RUNS {
-                let both = simd.mul(strips[o].scales[run], scale);
-                totals[r][o] = simd.mul_add(simd.to_float(whole[run][r][o]), both, totals[r][o]);
+            for sub_block in 0..F::Fields::RUNS {
+                let both = simd.mul(panels[o].scales[sub_block], scale);
+                totals[r][o] = simd.mul_add(simd.to_float(int_sums[sub_block][r][o]), both, totals[r][o]);
             }
         }
         if F::Fields::ZERO == Zero::Base {
             let sum = simd.splat(unsafe { word::<R>(input, 1, r).cast::<f32>().read_unaligned() });
             for o in 0..O {
-                totals[r][o] = simd.mul_add(strips[o].base, sum, totals[r][o]);
+                totals[r][o] = simd.mul_add(panels[o].base, sum, totals[r][o]);
             }
         }
     }
 }
 
-/// Where a word of row r lies: its scale, its scaled sum, its sum, or the sum of its first half.
+/// Returns the address of a word of row r: its scale, its scaled sum, its sum, or the sum of its first half.
 #[inline(always)]
 fn word<const R: usize>(input: *const u8, field: usize, r: usize) -> *const u8 {
     input.wrapping_add(R * INPUT_BLOCK + (field * R + r) * WORD)

@@ -1,6 +1,6 @@
-//! Blocks to packed weights, and back.
+//! Packing of quantized blocks, and unpacking of rows.
 //!
-//! Invariant: a row that is read back has the bytes it was packed from.
+//! Invariant: a row that is unpacked has the bytes it was packed from.
 
 use super::STRIP;
 use super::codes::Codes;
@@ -14,32 +14,34 @@ use crate::quant::QuantType;
 /// Numbers of the largest block.
 const LARGEST: usize = 256;
 
-/// Where the parts of a weight lie, in bytes.
+/// Layout of a packed weight, in bytes.
 #[derive(Clone, Copy)]
 pub struct Places {
     /// Blocks of a row.
     pub blocks: usize,
-    /// Of a strip.
+    /// Bytes of a panel's quants.
     pub codes: usize,
+    /// Bytes of a panel's scales.
     pub fields: usize,
-    /// Where fields begin.
+    /// Offset of the scales.
     pub first_field: usize,
-    /// All.
+    /// Total bytes.
     pub bytes: usize,
 }
 
 impl Places {
-    /// Those of a (out, inp) matrix.
-    pub fn of<F: Format>(out: usize, inp: usize) -> Places {
-        let (blocks, strips) = (inp / F::NUMBERS, out.div_ceil(STRIP));
-        let (codes, fields) = (blocks * F::CODE_BYTES, blocks * F::FIELD_BYTES);
-        let first_field = strips * codes;
-        Places { blocks, codes, fields, first_field, bytes: first_field + strips * fields }
+    /// Computes the layout of a (n, k) matrix.
+    pub fn of<F: Format>(n: usize, k: usize) -> Places {
+        let (blocks, panels) = (k / F::NUMBERS, n.div_ceil(STRIP));
+        let (quants, scales) = (blocks * F::CODE_BYTES, blocks * F::FIELD_BYTES);
+        let scales_start = panels * quants;
+        let bytes = scales_start + panels * scales;
+        Places { blocks, codes: quants, fields: scales, first_field: scales_start, bytes }
     }
 }
 
-/// Bytes that a (out, inp) matrix takes when it is packed; `None` if `ty` is not.
-pub fn packed_bytes(ty: QuantType, out: usize, inp: usize) -> Option<usize> {
+/// Returns the bytes of a packed (n, k) matrix; `None` if `ty` is not packed.
+pub fn packed_bytes(ty: QuantType, n: usize, k: usize) -> Option<usize> {
     struct Bytes(usize, usize);
     impl ForFormat for Bytes {
         type Out = usize;
@@ -47,20 +49,20 @@ pub fn packed_bytes(ty: QuantType, out: usize, inp: usize) -> Option<usize> {
             Places::of::<F>(self.0, self.1).bytes
         }
     }
-    with_format(ty, Bytes(out, inp))
+    with_format(ty, Bytes(n, k))
 }
 
-/// Packs a (out, inp) matrix given in blocks. `to` is zero.
-pub fn pack(pool: &mut Pool, ty: QuantType, (out, inp): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
-    with_format(ty, Pack { pool, ty, out, inp, bytes, to })
-        .expect("it is a format that is packed; this is a bug")
+/// Packs a (n, k) matrix of quantized blocks. `to` must be zero.
+pub fn pack(pool: &mut Pool, ty: QuantType, (n, k): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
+    with_format(ty, Pack { pool, ty, n, k, bytes, to }).expect("the format is packed; this is a bug")
 }
 
+/// Packs a matrix of a packed format.
 struct Pack<'a> {
     pool: &'a mut Pool,
     ty: QuantType,
-    out: usize,
-    inp: usize,
+    n: usize,
+    k: usize,
     bytes: &'a [u8],
     to: &'a mut HostBuf,
 }
@@ -69,46 +71,48 @@ impl ForFormat for Pack<'_> {
     type Out = ();
 
     fn run<F: Format>(self) {
-        let Pack { pool, ty, out, inp, bytes, to } = self;
-        let places = Places::of::<F>(out, inp);
-        let (codes, fields) = to.bytes_mut().split_at_mut(places.first_field);
-        let (codes, fields) = (Parts::new(codes), Parts::new(fields));
-        let row = bytes.len() / out.max(1);
-        pool.run(out.div_ceil(STRIP), |_, strip| {
-            // SAFETY: each strip belongs to one item.
-            let (codes, fields) = unsafe {
+        let Pack { pool, ty, n, k, bytes, to } = self;
+        let layout = Places::of::<F>(n, k);
+        let (quants, scales) = to.bytes_mut().split_at_mut(layout.first_field);
+        let (quants, scales) = (Parts::new(quants), Parts::new(scales));
+        let row = bytes.len() / n.max(1);
+        pool.run(n.div_ceil(STRIP), |_, panel| {
+            // SAFETY: each panel belongs to one item.
+            let (quants, scales) = unsafe {
                 (
-                    codes.part(strip * places.codes..(strip + 1) * places.codes),
-                    fields.part(strip * places.fields..(strip + 1) * places.fields),
+                    quants.part(panel * layout.codes..(panel + 1) * layout.codes),
+                    scales.part(panel * layout.fields..(panel + 1) * layout.fields),
                 )
             };
-            let rows = bytes[strip * STRIP * row..].chunks_exact(row).take(STRIP);
+            let rows = bytes[panel * STRIP * row..].chunks_exact(row).take(STRIP);
             for (lane, row) in rows.enumerate() {
-                pack_row::<F>(ty, row, lane, codes, fields);
+                pack_row::<F>(ty, row, lane, quants, scales);
             }
         });
     }
 }
 
-fn pack_row<F: Format>(ty: QuantType, row: &[u8], lane: usize, codes: &mut [u8], fields: &mut [u8]) {
-    let parts = ty.parts().expect("what is packed can be taken apart; this is a bug");
-    let (mut numbers, mut head) = ([0; LARGEST], [0; 32]);
-    let (numbers, head) = (&mut numbers[..F::NUMBERS], &mut head[..parts.head]);
+/// Packs one row as output `lane` of its panel.
+fn pack_row<F: Format>(ty: QuantType, row: &[u8], lane: usize, quants: &mut [u8], scales: &mut [u8]) {
+    let parts = ty.parts().expect("a packed format has parts; this is a bug");
+    let (mut numbers, mut header) = ([0; LARGEST], [0; 32]);
+    let (numbers, header) = (&mut numbers[..F::NUMBERS], &mut header[..parts.head]);
     let blocks = row.chunks_exact(ty.row().block_bytes);
-    let to = codes.chunks_exact_mut(F::CODE_BYTES).zip(fields.chunks_exact_mut(F::FIELD_BYTES));
-    for (block, (codes, fields)) in blocks.zip(to) {
-        (parts.split)(block, numbers, head);
-        let runs = numbers.chunks_exact(F::Codes::NUMBERS).zip(codes.chunks_exact_mut(F::Codes::BYTES));
-        for (numbers, codes) in runs {
-            F::Codes::put(numbers, lane, codes);
+    let to = quants.chunks_exact_mut(F::CODE_BYTES).zip(scales.chunks_exact_mut(F::FIELD_BYTES));
+    for (block, (quants, scales)) in blocks.zip(to) {
+        (parts.split)(block, numbers, header);
+        let groups = numbers.chunks_exact(F::Codes::NUMBERS).zip(quants.chunks_exact_mut(F::Codes::BYTES));
+        for (numbers, quants) in groups {
+            F::Codes::put(numbers, lane, quants);
         }
-        each_field::<F>(lane, |in_head, in_fields, width| {
-            fields[in_fields..][..width].copy_from_slice(&head[in_head..][..width]);
+        each_field::<F>(lane, |in_header, in_scales, width| {
+            scales[in_scales..][..width].copy_from_slice(&header[in_header..][..width]);
         });
     }
 }
 
-/// Calls `op` with the place of each field in a block's head, that of the out's in the strip's fields, and its bytes.
+/// Calls `op(offset in the block's header, offset in the panel's scales, bytes)` for each field of output
+/// `lane`.
 fn each_field<F: Format>(lane: usize, mut op: impl FnMut(usize, usize, usize)) {
     let mut before = 0;
     for width in F::Fields::WIDTHS {
@@ -117,11 +121,13 @@ fn each_field<F: Format>(lane: usize, mut op: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// The values of row `row` of a packed weight from column `column` on; they begin and end where blocks do.
+/// Decodes row `row` of a packed weight from column `column` on. The columns must begin and end at block
+/// boundaries.
 pub fn read(w: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
-    with_format(w.ty, Read { w, row, column, values }).expect("it is a format that is packed; this is a bug")
+    with_format(w.ty, Read { w, row, column, values }).expect("the format is packed; this is a bug")
 }
 
+/// Decodes a part of a row of a packed weight.
 struct Read<'a> {
     w: &'a Weight<HostBuf>,
     row: usize,
@@ -134,23 +140,24 @@ impl ForFormat for Read<'_> {
 
     fn run<F: Format>(self) {
         let Read { w, row, column, values } = self;
-        let parts = w.ty.parts().expect("what is packed can be taken apart; this is a bug");
-        let (places, strip, lane) = (Places::of::<F>(w.out, w.inp), row / STRIP, row % STRIP);
-        let (mut numbers, mut head, mut bytes) = ([0; LARGEST], [0; 32], [0; LARGEST]);
-        let (numbers, head) = (&mut numbers[..F::NUMBERS], &mut head[..parts.head]);
+        let parts = w.ty.parts().expect("a packed format has parts; this is a bug");
+        let (layout, panel, lane) = (Places::of::<F>(w.out, w.inp), row / STRIP, row % STRIP);
+        let (mut numbers, mut header, mut bytes) = ([0; LARGEST], [0; 32], [0; LARGEST]);
+        let (numbers, header) = (&mut numbers[..F::NUMBERS], &mut header[..parts.head]);
         let bytes = &mut bytes[..w.ty.row().block_bytes];
         for (block, values) in (column / F::NUMBERS..).zip(values.chunks_exact_mut(F::NUMBERS)) {
-            let codes = &w.buf.bytes()[strip * places.codes + block * F::CODE_BYTES..][..F::CODE_BYTES];
-            let fields = places.first_field + strip * places.fields + block * F::FIELD_BYTES;
-            let fields = &w.buf.bytes()[fields..][..F::FIELD_BYTES];
-            let runs = numbers.chunks_exact_mut(F::Codes::NUMBERS).zip(codes.chunks_exact(F::Codes::BYTES));
-            for (numbers, codes) in runs {
-                F::Codes::get(codes, lane, numbers);
+            let quants = &w.buf.bytes()[panel * layout.codes + block * F::CODE_BYTES..][..F::CODE_BYTES];
+            let scales = layout.first_field + panel * layout.fields + block * F::FIELD_BYTES;
+            let scales = &w.buf.bytes()[scales..][..F::FIELD_BYTES];
+            let groups =
+                numbers.chunks_exact_mut(F::Codes::NUMBERS).zip(quants.chunks_exact(F::Codes::BYTES));
+            for (numbers, quants) in groups {
+                F::Codes::get(quants, lane, numbers);
             }
-            each_field::<F>(lane, |in_head, in_fields, width| {
-                head[in_head..][..width].copy_from_slice(&fields[in_fields..][..width]);
+            each_field::<F>(lane, |in_header, in_scales, width| {
+                header[in_header..][..width].copy_from_slice(&scales[in_scales..][..width]);
             });
-            (parts.join)(numbers, head, bytes);
+            (parts.join)(numbers, header, bytes);
             w.ty.dequantize(bytes, values);
         }
     }

@@ -1,11 +1,13 @@
-//! Many rows with some strips, by AMX: 16 rows with 16 outs at once.
+//! AMX kernel: many rows with one panel at a time, 16 rows by 16 outputs.
 //!
-//! AMX sums the products of bytes with sign; so codes are unpacked less what stands for zero, and no sum need be mended. While it
-//! multiplies two runs of columns, the whole sums of the two before, written down, are scaled and added to the totals,
-//! which stay in registers.
-//! Invariant: the numbers are those of `product`, added in its order, so the bits are the same.
+//! AMX multiplies signed bytes, so quants are unpacked with their zero point subtracted, and sums need no
+//! correction. While AMX multiplies two groups of columns, the integer sums of the previous two, which have
+//! been stored to memory, are scaled and added to the totals, which stay in registers. A group of columns
+//! shares one scale: 32 columns, or 16 if there are two scales for 32 columns.
+//! Invariant: the numbers and their order of addition are those of `kernel`, so the results agree bit for
+//! bit.
 
-// Arrays in step: what they are indexed by says more than iterators over one of them.
+// These loops index several arrays at once, which is clearer than iterating over one of them.
 #![allow(clippy::needless_range_loop)]
 
 use super::ahead::Ahead;
@@ -15,24 +17,24 @@ use crate::cpu::simd::LANES;
 use crate::quant::INPUT_BLOCK;
 use std::arch::x86_64::*;
 
-/// Whole sums of a run of columns.
+/// Number of integer sums of a group of columns.
 const SUMS: usize = ROWS * LANES;
 
-/// Some columns of a tile of rows, and of a strip that is unpacked.
+/// A range of columns of a tile of rows and of an unpacked panel.
 pub struct Columns {
-    /// The tile's first block at hand, and its rows.
+    /// The tile's first block of these columns, and the number of rows.
     pub input: *const u8,
     pub rows: usize,
-    /// Bytes with sign, (blocks, 8, 16, 4).
+    /// Signed quants: (blocks, 8, 16, 4).
     pub codes: *const u8,
-    /// (blocks, 1, 16), (blocks, 2, 16) with two scales to a block, or with a base.
+    /// F32 scales (blocks, 1, 16), or (blocks, 2, 16) with two scales to a block or with a minimum.
     pub fields: *const f32,
     pub blocks: usize,
-    /// What to ask for meanwhile, a little in each step.
+    /// What to prefetch meanwhile, a little in each step.
     pub ahead: Ahead,
 }
 
-/// Room for what AMX writes down.
+/// Buffer for the integer sums that AMX stores.
 #[repr(C, align(64))]
 pub struct Whole([i32; 4 * SUMS]);
 
@@ -40,61 +42,65 @@ impl Whole {
     pub const NONE: Whole = Whole([0; 4 * SUMS]);
 }
 
-/// Steps of two runs each.
-pub fn steps(runs: usize) -> usize {
-    runs.div_ceil(2)
+/// Returns the number of steps of two groups of columns each.
+pub fn steps(groups: usize) -> usize {
+    groups.div_ceil(2)
 }
 
-/// To `sums`, 16 of each row, `stride` apart, go the products of the columns. There are RUNS scales to 32 columns, and a base if
-/// BASE.
+/// Adds the products of the columns to `sums`, 16 for each row, rows `stride` apart. SCALES is the number of
+/// scales for 32 columns; MINIMUM is whether there is a minimum.
 ///
 /// # Safety
 /// * The CPU has AVX-512F.
-/// * Input, codes and fields can be read for all blocks, and `registers` were set up for the rows and 32 / RUNS columns.
-/// * The tile has at least six rows, or more of the input lies behind it: sixteen scales are read.
+/// * Input, quants and scales can be read for all blocks, and `registers` were set up for the rows and 32 /
+///   SCALES columns.
+/// * The tile has at least six rows, or more of the input follows it: sixteen scales are read.
 #[target_feature(enable = "avx512f")]
-pub unsafe fn multiply<const RUNS: usize, const BASE: bool>(
+pub unsafe fn multiply<const SCALES: usize, const MINIMUM: bool>(
     registers: &mut CodeTiles,
     columns: &Columns,
-    whole: &mut Whole,
+    int_sums: &mut Whole,
     (sums, stride): (&mut [f32], usize),
 ) {
     let rows = columns.rows;
-    assert!(rows <= ROWS && sums.len() >= (rows - 1) * stride + LANES, "room for the sums; this is a bug");
+    assert!(
+        rows <= ROWS && sums.len() >= (rows - 1) * stride + LANES,
+        "the buffer holds the sums; this is a bug"
+    );
     let mut totals = [_mm512_setzero_ps(); ROWS];
     for r in 0..ROWS {
         if r < rows {
-            // SAFETY: there is room for each row, as asserted; below too.
+            // SAFETY: `sums` holds each row, as asserted; below too.
             totals[r] = unsafe { _mm512_loadu_ps(sums.as_ptr().add(r * stride)) };
         }
     }
-    let (runs, whole) = (columns.blocks * RUNS, &mut whole.0);
-    let mut ahead = columns.ahead;
+    let (groups, int_sums) = (columns.blocks * SCALES, &mut int_sums.0);
+    let mut prefetcher = columns.ahead;
     // SAFETY: the caller's promise, here and below.
     unsafe {
-        for first in (0..runs).step_by(2) {
-            ahead.ask();
+        for first in (0..groups).step_by(2) {
+            prefetcher.ask();
             let is_odd = first / 2 % 2 == 1;
-            let two = first + 1 < runs;
+            let has_second = first + 1 < groups;
             match is_odd {
-                false => begin::<RUNS, 0, 1>(registers, columns, first, two),
-                true => begin::<RUNS, 2, 3>(registers, columns, first, two),
+                false => begin::<SCALES, 0, 1>(registers, columns, first, has_second),
+                true => begin::<SCALES, 2, 3>(registers, columns, first, has_second),
             }
-            let (now, before) = whole.split_at_mut(2 * SUMS);
+            let (now, before) = int_sums.split_at_mut(2 * SUMS);
             let (now, before) = if is_odd { (before, now) } else { (now, before) };
             if first > 0 {
-                add::<RUNS, BASE>(columns, first - 2, &before[..SUMS], &mut totals);
-                add::<RUNS, BASE>(columns, first - 1, &before[SUMS..], &mut totals);
+                add::<SCALES, MINIMUM>(columns, first - 2, &before[..SUMS], &mut totals);
+                add::<SCALES, MINIMUM>(columns, first - 1, &before[SUMS..], &mut totals);
             }
             match is_odd {
                 false => end::<0, 1>(registers, now),
                 true => end::<2, 3>(registers, now),
             }
         }
-        let last = runs.saturating_sub(1) / 2 * 2;
-        let whole = &whole[last / 2 % 2 * 2 * SUMS..];
-        for run in last..runs {
-            add::<RUNS, BASE>(columns, run, &whole[(run - last) * SUMS..][..SUMS], &mut totals);
+        let last = groups.saturating_sub(1) / 2 * 2;
+        let int_sums = &int_sums[last / 2 % 2 * 2 * SUMS..];
+        for group in last..groups {
+            add::<SCALES, MINIMUM>(columns, group, &int_sums[(group - last) * SUMS..][..SUMS], &mut totals);
         }
     }
     for r in 0..ROWS {
@@ -105,77 +111,79 @@ pub unsafe fn multiply<const RUNS: usize, const BASE: bool>(
     }
 }
 
-/// Multiplies one run of columns, or two.
+/// Multiplies one or two groups of columns.
 ///
 /// # Safety
-/// * As [`multiply`] has it.
+/// * The conditions of [`multiply`].
 #[inline(always)]
-unsafe fn begin<const RUNS: usize, const FIRST: u8, const SECOND: u8>(
+unsafe fn begin<const SCALES: usize, const FIRST: u8, const SECOND: u8>(
     registers: &mut CodeTiles,
     columns: &Columns,
-    run: usize,
-    two: bool,
+    group: usize,
+    has_second: bool,
 ) {
-    let place = |run: usize| {
-        let codes = run * (INPUT_BLOCK / RUNS) * LANES;
-        (block::<RUNS>(columns, run).wrapping_add(run % RUNS * (INPUT_BLOCK / RUNS)), codes)
+    let operands = |group: usize| {
+        let quants = group * (INPUT_BLOCK / SCALES) * LANES;
+        (block::<SCALES>(columns, group).wrapping_add(group % SCALES * (INPUT_BLOCK / SCALES)), quants)
     };
     // SAFETY: the caller's promise.
     unsafe {
-        let (input, codes) = place(run);
-        registers.multiply::<FIRST>(input, INPUT_BLOCK, columns.codes.add(codes));
-        if two {
-            let (input, codes) = place(run + 1);
-            registers.multiply::<SECOND>(input, INPUT_BLOCK, columns.codes.add(codes));
+        let (input, quants) = operands(group);
+        registers.multiply::<FIRST>(input, INPUT_BLOCK, columns.codes.add(quants));
+        if has_second {
+            let (input, quants) = operands(group + 1);
+            registers.multiply::<SECOND>(input, INPUT_BLOCK, columns.codes.add(quants));
         }
     }
 }
 
-/// Writes down what [`begin`] has multiplied; of one run, the second is that of an earlier one.
+/// Stores the sums that [`multiply_pair`] has computed. If it computed only one group, the second sums are
+/// those of an earlier call.
 ///
 /// # Safety
-/// * Both were set up.
+/// * Both registers were set up.
 #[inline(always)]
-unsafe fn end<const FIRST: u8, const SECOND: u8>(registers: &CodeTiles, whole: &mut [i32]) {
-    assert!(whole.len() >= 2 * SUMS, "room for two; this is a bug");
-    // SAFETY: there is.
+unsafe fn end<const FIRST: u8, const SECOND: u8>(registers: &CodeTiles, int_sums: &mut [i32]) {
+    assert!(int_sums.len() >= 2 * SUMS, "the buffer holds two groups of sums; this is a bug");
+    // SAFETY: the buffer holds both, as asserted.
     unsafe {
-        registers.store::<FIRST>(whole.as_mut_ptr());
-        registers.store::<SECOND>(whole.as_mut_ptr().add(SUMS));
+        registers.store::<FIRST>(int_sums.as_mut_ptr());
+        registers.store::<SECOND>(int_sums.as_mut_ptr().add(SUMS));
     }
 }
 
-/// The block of 32 columns of the input that a run belongs to.
+/// Returns the input block of 32 columns that a group of columns belongs to.
 #[inline(always)]
-fn block<const RUNS: usize>(columns: &Columns, run: usize) -> *const u8 {
-    columns.input.wrapping_add(run / RUNS * columns.rows * ROW_BYTES)
+fn block<const SCALES: usize>(columns: &Columns, group: usize) -> *const u8 {
+    columns.input.wrapping_add(group / SCALES * columns.rows * ROW_BYTES)
 }
 
-/// totals += the whole sums of a run, times both scales; and the base times the input's sum.
+/// Adds the integer sums of a group of columns, multiplied by both scales, and the minimum multiplied by the
+/// input's sum, to `totals`.
 ///
 /// # Safety
-/// * As [`multiply`] has it.
+/// * The conditions of [`multiply`].
 #[inline(always)]
-unsafe fn add<const RUNS: usize, const BASE: bool>(
+unsafe fn add<const SCALES: usize, const MINIMUM: bool>(
     columns: &Columns,
-    run: usize,
-    whole: &[i32],
+    group: usize,
+    int_sums: &[i32],
     totals: &mut [__m512; ROWS],
 ) {
-    assert!(whole.len() == SUMS, "as many as a tile has; this is a bug");
-    let words = block::<RUNS>(columns, run).wrapping_add(columns.rows * INPUT_BLOCK).cast::<f32>();
-    let vectors = if BASE { 2 } else { 1 };
-    // SAFETY: AVX-512 by the caller's promise; the whole sums are there, and scales too.
+    assert!(int_sums.len() == SUMS, "a tile has this many sums; this is a bug");
+    let words = block::<SCALES>(columns, group).wrapping_add(columns.rows * INPUT_BLOCK).cast::<f32>();
+    let vectors = if MINIMUM { 2 } else { 1 };
+    // SAFETY: the caller guarantees AVX-512; the integer sums and the scales can be read.
     unsafe {
-        let fields = columns.fields.add(run * vectors * LANES);
-        let (scale, base) = (_mm512_loadu_ps(fields), _mm512_loadu_ps(fields.add((vectors - 1) * LANES)));
+        let scales = columns.fields.add(group * vectors * LANES);
+        let (scale, minimum) = (_mm512_loadu_ps(scales), _mm512_loadu_ps(scales.add((vectors - 1) * LANES)));
         for r in 0..ROWS {
-            let sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(whole.as_ptr().add(r * LANES).cast()));
+            let sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(int_sums.as_ptr().add(r * LANES).cast()));
             let both = _mm512_mul_ps(scale, _mm512_set1_ps(words.add(r).read_unaligned()));
             totals[r] = _mm512_fmadd_ps(sum, both, totals[r]);
-            if BASE {
+            if MINIMUM {
                 let input = _mm512_set1_ps(words.byte_add((columns.rows + r) * WORD).read_unaligned());
-                totals[r] = _mm512_fmadd_ps(base, input, totals[r]);
+                totals[r] = _mm512_fmadd_ps(minimum, input, totals[r]);
             }
         }
     }

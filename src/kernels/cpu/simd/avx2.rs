@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: a vector is two registers.
 //!
-//! Invariant: an `Avx2` exists only on a CPU that has the features its shim enables.
+//! Invariant: an `Avx2` exists only on a CPU that has the features its shims enable.
 
 use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 pub struct Avx2(());
 
 impl Avx2 {
-    /// The proof, if there is one.
+    /// Returns the proof if this CPU has the features.
     pub fn new() -> Option<Avx2> {
         let has = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
@@ -20,7 +20,7 @@ impl Avx2 {
     }
 }
 
-/// An expression of AVX2, FMA and F16C intrinsics.
+/// Evaluates an expression of AVX2, FMA and F16C intrinsics.
 macro_rules! proven {
     ($expression:expr) => {
         // SAFETY: `self` proves the features; memory is touched through references of 16 lanes only.
@@ -28,11 +28,11 @@ macro_rules! proven {
     };
 }
 
-/// Lanes 0..8 and 8..16.
+/// Sixteen f32: lanes 0..8 and 8..16.
 #[derive(Clone, Copy)]
 pub struct V(__m256, __m256);
 
-/// Implements operations that treat both halves alike.
+/// Implements operations that apply one intrinsic to both halves.
 macro_rules! lanewise {
     ($($name:ident ( $($arg:ident),* ) = $intrinsic:ident;)*) => {
         $(#[inline(always)]
@@ -164,7 +164,7 @@ unsafe fn where_less_half(a: __m256, b: __m256, v: __m256, rest: __m256) -> __m2
     unsafe { _mm256_blendv_ps(rest, v, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
 }
 
-/// Sixteen bytes without sign.
+/// Converts sixteen unsigned bytes to F32.
 ///
 /// # Safety
 /// - The CPU has AVX2.
@@ -177,7 +177,7 @@ unsafe fn widened(bytes: __m128i) -> V {
     }
 }
 
-/// [`Simd::scale`] for one register: two factors, since 2^n alone may not be a number.
+/// [`Simd::scale`] for one register. Multiplies by two factors, since 2^n alone may not be representable.
 ///
 /// # Safety
 /// - The CPU has AVX2.
@@ -199,11 +199,11 @@ fn int_shim<K: IntKernel>(simd: Avx2, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
-/// Lanes 0..8 and 8..16 of whole numbers, or of four bytes each.
+/// Lanes 0..8 and 8..16 of 32-bit integers, or of four bytes each.
 #[derive(Clone, Copy)]
 pub struct W(__m256i, __m256i);
 
-/// The same of both halves.
+/// Evaluates an expression for both halves.
 macro_rules! both {
     ([$($half:ident = $whole:ident),*] $expression:expr) => {
         // SAFETY: `self` proves the features.
@@ -268,7 +268,7 @@ impl Ints for Avx2 {
     }
     #[inline(always)]
     fn elevens(self, b: W) -> [W; 2] {
-        // b / 11 = b * 373 / 4096 for b below 128, in words of 16 bits.
+        // b / 11 = b * 373 / 4096 for b below 128, in 16-bit words.
         let divided = both!([b = b] {
             let low = _mm256_and_si256(b, _mm256_set1_epi16(127));
             let high = _mm256_and_si256(_mm256_srli_epi16::<8>(b), _mm256_set1_epi16(127));
@@ -304,7 +304,8 @@ impl Ints for Avx2 {
     }
     #[inline(always)]
     fn dot(self, sum: W, w: W, x: W) -> W {
-        // Two products of whole bytes do not fit 16 bits: the upper bit of w goes by itself.
+        // The sum of two products of full bytes does not fit 16 bits, so the top bit of w is multiplied
+        // separately.
         both!([sum = sum, w = w, x = x] {
             let ones = _mm256_set1_epi16(1);
             let low = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi8(127)), x);
@@ -319,7 +320,7 @@ impl Ints for Avx2 {
     }
     #[inline(always)]
     fn small(self, bytes: [u8; LANES]) -> V {
-        // SAFETY: `self` proves the features; the bytes are read whole.
+        // SAFETY: `self` proves the features; the array holds the 16 bytes that are read.
         unsafe { widened(_mm_loadu_si128(bytes.as_ptr().cast())) }
     }
 }

@@ -1,14 +1,14 @@
 //! AVX-512: a vector is one register.
 //!
-//! What came later than its first CPUs, VNNI and VBMI, is used for products of codes where it is there; the type's parameter
-//! says that it is.
+//! VNNI and VBMI, which the first CPUs with AVX-512 lack, are used for int8 dot products where they are
+//! available, which the type's parameter states.
 //! Invariant: an `Avx512` exists only on a CPU that has the features its shims enable.
 
 use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 use std::arch::x86_64::*;
 
-/// An expression of AVX-512F intrinsics.
+/// Evaluates an expression of AVX-512F intrinsics.
 macro_rules! proven {
     ($expression:expr) => {
         // SAFETY: `self` proves the features; memory is touched through references of 16 lanes only.
@@ -16,12 +16,12 @@ macro_rules! proven {
     };
 }
 
-/// Proof that this CPU has AVX-512 F and BW, AVX2, FMA and F16C; with NEW also VNNI and VBMI.
+/// Proof that this CPU has AVX-512 F and BW, AVX2, FMA and F16C; if VNNI is set, also VNNI and VBMI.
 #[derive(Clone, Copy)]
-pub struct Avx512<const NEW: bool>(());
+pub struct Avx512<const VNNI: bool>(());
 
 impl Avx512<false> {
-    /// The proof, if there is one.
+    /// Returns the proof if this CPU has the features.
     pub fn new() -> Option<Avx512<false>> {
         let has = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -31,7 +31,7 @@ impl Avx512<false> {
         has.then_some(Avx512(()))
     }
 
-    /// The proof that there is more, if there is.
+    /// Returns the proof that this CPU has VNNI and VBMI too, if it does.
     pub fn newer(self) -> Option<Avx512<true>> {
         let has = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
         has.then_some(Avx512(()))
@@ -39,14 +39,14 @@ impl Avx512<false> {
 }
 
 impl Avx512<true> {
-    /// Without what is newer: kernels that have no use for it need not be there twice.
+    /// Drops VNNI and VBMI, so that kernels that do not use them are not compiled twice.
     pub fn older(self) -> Avx512<false> {
         Avx512(())
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
-fn shim<K: Kernel, const NEW: bool>(simd: Avx512<NEW>, kernel: K) -> K::Out {
+fn shim<K: Kernel, const VNNI: bool>(simd: Avx512<VNNI>, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
@@ -60,7 +60,7 @@ fn new_shim<K: IntKernel>(simd: Avx512<true>, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
-impl<const NEW: bool> Simd for Avx512<NEW> {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
     const TILE_ROWS: usize = 8;
     const TILE_OUTS: usize = 3;
@@ -165,8 +165,8 @@ impl<const NEW: bool> Simd for Avx512<NEW> {
     }
     #[inline(always)]
     fn sum4(self, v: [__m512; 4]) -> [f32; 4] {
-        // Four quarters to a register. `pair` folds two vectors to their halves' sums (8 lanes each),
-        // the next fold to 4 lanes of each of the four; the last two work within the quarters.
+        // A register has four quarters. `pair` folds two vectors to the sums of their halves (8 lanes each),
+        // the next fold gives 4 lanes of each of the four vectors, and the last two work within the quarters.
         proven!({
             let pair = [fold(v[0], v[1]), fold(v[2], v[3])];
             let four = _mm512_add_ps(
@@ -183,7 +183,7 @@ impl<const NEW: bool> Simd for Avx512<NEW> {
     }
 }
 
-impl<const NEW: bool> Ints for Avx512<NEW> {
+impl<const VNNI: bool> Ints for Avx512<VNNI> {
     type B = __m512i;
     type I = __m512i;
     const CODE_ROWS: usize = 6;
@@ -191,7 +191,7 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
 
     #[inline(always)]
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
-        match NEW {
+        match VNNI {
             true => proven!(new_shim(Avx512::<true>(()), kernel)),
             false => proven!(int_shim(Avx512::<false>(()), kernel)),
         }
@@ -224,7 +224,8 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     }
     #[inline(always)]
     fn tops(self, b: [__m512i; 7]) -> __m512i {
-        // Where the last operand's bits are set the second's are chosen, elsewhere the first's.
+        // Selects the second operand's bits where those of the last operand are set, the first operand's
+        // elsewhere.
         const CHOICE: i32 = 0b1101_1000;
         proven!({
             let mut tops = b[0];
@@ -244,20 +245,21 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     }
     #[inline(always)]
     fn elevens(self, b: __m512i) -> [__m512i; 2] {
-        if NEW {
-            // SAFETY: NEW proves VBMI, whose permutation looks at the lower seven bits; the tables are as long as what is read.
+        if VNNI {
+            // SAFETY: VNNI proves VBMI, whose permutation uses the low seven bits; the tables are as long as
+            // what is read.
             return unsafe {
                 let at = DIVIDED.0.as_ptr();
                 let (low, high) = (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast()));
                 let divided = _mm512_permutex2var_epi8(low, b, high);
-                // Another lookup of 128 would keep the port that permutes longer than this one of 16 does.
+                // A second 128-entry lookup would occupy the permutation port longer than this 16-entry one.
                 let elevens = _mm512_broadcast_i32x4(_mm_loadu_si128(ELEVENS.as_ptr().cast()));
                 let eleven = _mm512_shuffle_epi8(elevens, divided);
                 [_mm512_sub_epi8(_mm512_and_si512(b, _mm512_set1_epi8(127)), eleven), divided]
             };
         }
         proven!({
-            // b / 11 = b * 373 / 4096 for b below 128, in words of 16 bits.
+            // b / 11 = b * 373 / 4096 for b below 128, in 16-bit words.
             let by = _mm512_set1_epi16(373);
             let low = _mm512_and_si512(b, _mm512_set1_epi16(127));
             let high = _mm512_and_si512(_mm512_srli_epi16::<8>(b), _mm512_set1_epi16(127));
@@ -288,12 +290,13 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     }
     #[inline(always)]
     fn dot(self, sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
-        if NEW {
-            // SAFETY: NEW proves VNNI.
+        if VNNI {
+            // SAFETY: the parameter proves VNNI.
             return unsafe { _mm512_dpbusd_epi32(sum, w, x) };
         }
         proven!({
-            // Two products of whole bytes do not fit 16 bits: the upper bit of w goes by itself.
+            // The sum of two products of full bytes does not fit 16 bits, so the top bit of w is multiplied
+            // separately.
             let low = _mm512_maddubs_epi16(_mm512_and_si512(w, _mm512_set1_epi8(127)), x);
             let upper = _mm512_and_si512(_mm512_srli_epi16::<7>(w), _mm512_set1_epi8(1));
             let high = _mm512_madd_epi16(_mm512_maddubs_epi16(upper, x), _mm512_set1_epi16(128));
@@ -310,14 +313,16 @@ impl<const NEW: bool> Ints for Avx512<NEW> {
     }
 }
 
-/// How often 11 goes into 0 to 127, in two vectors.
+/// Quotients of 0 to 127 by 11, in two vectors.
 static DIVIDED: Table = Table(elevenths());
 /// 11 times 0 to 11.
 static ELEVENS: [u8; 16] = [0, 11, 22, 33, 44, 55, 66, 77, 88, 99, 110, 121, 0, 0, 0, 0];
 
+/// A lookup table, aligned to a cache line.
 #[repr(align(64))]
 struct Table([u8; 128]);
 
+/// Returns the quotients of 0 to 127 by 11.
 const fn elevenths() -> [u8; 128] {
     let mut table = [0; 128];
     let mut i = 0;
@@ -328,7 +333,7 @@ const fn elevenths() -> [u8; 128] {
     table
 }
 
-/// Lanes i and i + 8 of `a`, added, in the lower half; those of `b` in the upper.
+/// Adds lanes i and i + 8: those of `a` give the low half, those of `b` the high half.
 ///
 /// # Safety
 /// - The CPU has AVX-512F.

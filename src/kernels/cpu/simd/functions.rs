@@ -1,23 +1,25 @@
-//! Exponential, hyperbolic tangent and the normal distribution's tail, in every lane.
+//! Exponential, hyperbolic tangent, sigmoid and the tail of the normal distribution, in every lane.
 //!
-//! Invariant: an error stated here is one of the result's units in the last place, on every instruction set.
+//! Invariant: errors stated here are in units in the last place of the result, and hold for every instruction
+//! set.
 
 use super::Simd;
 
-/// Adding this (1.5 * 2^23) to a small number leaves its nearest integer in the low bits of the sum.
+/// Adding this (1.5 * 2^23) to a small number leaves the nearest integer in the low bits of the sum.
 pub const SHIFT: f32 = 12_582_912.0;
 
-/// e^x in each lane, within 2 units in the last place; 1 at 0, 0 at -inf, inf on overflow, NaN at NaN.
+/// Returns e^x in each lane, within 2 units in the last place; 1 at 0, 0 at -inf, inf on overflow, NaN at
+/// NaN.
 ///
-/// x = n ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^n e^r; the series of e^r up to r^7 / 7! leaves an error
+/// Uses x = n ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^n e^r; the series of e^r up to r^7 / 7! has an error
 /// under 6e-9, a tenth of a unit.
 #[inline(always)]
 pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     const SERIES: [f32; 8] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
-    // ln 2 in two parts; the products of n and the first are exact.
+    // ln 2 in two parts; the products of n and the first part are exact.
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = (std::f64::consts::LN_2 - LN_2_HIGH as f64) as f32;
-    // Beyond these bounds lie 0 and infinity.
+    // Beyond these bounds the result is 0 or infinity.
     let x = simd.max(simd.splat(-104.0), simd.min(simd.splat(89.0), x));
     let shifted = simd.mul_add(x, simd.splat(std::f32::consts::LOG2_E), simd.splat(SHIFT));
     let n = simd.sub(shifted, simd.splat(SHIFT));
@@ -26,17 +28,17 @@ pub fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.scale(polynomial(simd, r, &SERIES), shifted)
 }
 
-/// 1 / (1 + e^-x), within 4 units; 0 where e^-x overflows.
+/// Returns 1 / (1 + e^-x), within 4 units; 0 where e^-x overflows.
 #[inline(always)]
 pub fn sigmoid<S: Simd>(simd: S, x: S::V) -> S::V {
     let one = simd.splat(1.0);
     simd.div(one, simd.add(one, exp(simd, simd.sub(simd.splat(0.0), x))))
 }
 
-/// tanh x, within 4 units; 1 and -1 at the infinities, NaN at NaN.
+/// Returns tanh x, within 4 units; 1 and -1 at the infinities, NaN at NaN.
 ///
-/// Near zero, where 1 - 2 / (e^2x + 1) would cancel, x + x³ P(x²): P fitted to the least relative error, 1e-9, on
-/// |x| < 0.55.
+/// Near zero, where 1 - 2 / (e^2x + 1) would cancel, uses x + x³ P(x²), with P fitted to the least relative
+/// error, 1e-9, on |x| < 0.55.
 #[inline(always)]
 pub fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
     const NEAR: f32 = 0.55;
@@ -52,11 +54,11 @@ pub fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.where_less(magnitude, simd.splat(NEAR), near, far)
 }
 
-/// The share of a normal distribution beyond x >= 0 deviations: relative to itself within 4 units and those of
-/// e^(-x² / 2), which has x² / 2 rounded. NaN at NaN.
+/// Returns the probability that a normal variable exceeds its mean by more than x >= 0 standard deviations.
+/// The relative error is within 4 units plus that of e^(-x² / 2), where x² / 2 is rounded. NaN at NaN.
 ///
-/// e^(x² / 2) times the tail is P(t) for t = 1 / (1 + x / 4), fitted to the least relative error, 9e-9, up to where the
-/// tail is zero in F32.
+/// The tail times e^(x² / 2) is P(t) for t = 1 / (1 + x / 4), fitted to the least relative error, 9e-9, up to
+/// where the tail is zero in F32.
 #[inline(always)]
 pub fn normal_tail<S: Simd>(simd: S, x: S::V) -> S::V {
     const P: [f32; 10] = [
@@ -76,7 +78,7 @@ pub fn normal_tail<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.mul(simd.mul(polynomial(simd, t, &P), t), power)
 }
 
-/// The polynomial of x with these coefficients, the highest power's first.
+/// Evaluates the polynomial of x with these coefficients, the highest power's first.
 #[inline(always)]
 fn polynomial<S: Simd, const N: usize>(simd: S, x: S::V, coefficients: &[f32; N]) -> S::V {
     let mut sum = simd.splat(coefficients[0]);

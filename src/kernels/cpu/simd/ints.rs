@@ -1,81 +1,91 @@
-//! Whole numbers in lanes: what products of codes are made of.
+//! Integer operations in lanes, from which int8 dot products are built.
 //!
 //! A [`Ints::B`] is 64 bytes: four for each of 16 lanes. A [`Ints::I`] is 16 sums of 32 bits.
-//! Invariant: these are exact, so every instruction set gives the same bits.
+//! Invariant: these operations are exact, so every instruction set gives the same bits.
 
 use super::{LANES, Simd};
 
 /// Bytes of a [`Ints::B`].
 pub const BYTES: usize = 4 * LANES;
 
-/// An instruction set's operations on codes.
+/// The integer operations of an instruction set.
 pub trait Ints: Simd {
-    /// 64 bytes without sign.
+    /// 64 unsigned bytes.
     type B: Copy;
-    /// 16 whole numbers of 32 bits.
+    /// 16 signed integers of 32 bits.
     type I: Copy;
 
-    /// Rows of a tile of products of codes, and its runs of 16 outs.
+    /// Rows of an int8 GEMM tile, and its panels of 16 outputs.
     const CODE_ROWS: usize;
     const CODE_OUTS: usize;
 
-    /// Runs a kernel with all that this CPU has of the set.
+    /// Runs a kernel with all features of this instruction set that this CPU has.
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out;
 
+    /// Loads 64 bytes.
+    ///
     /// # Safety
     /// * 64 bytes can be read at `at`.
     unsafe fn bytes(self, at: *const u8) -> Self::B;
+    /// Stores 64 bytes.
     fn put_bytes(self, b: Self::B, to: &mut [u8; BYTES]);
+    /// Returns 64 zero bytes.
     fn no_bytes(self) -> Self::B;
-    /// Bits `from..from + n` of every byte, n under 8.
+    /// Returns bits `from..from + n` of every byte, for n under 8.
     fn bits(self, b: Self::B, from: u32, n: u32) -> Self::B;
-    /// a | b << by, where nothing is shifted out of a byte of b.
+    /// Returns a | b << by in every byte; no bits may be shifted out of a byte of b.
     fn over(self, a: Self::B, b: Self::B, by: u32) -> Self::B;
-    /// The uppermost bits of every byte of seven vectors: the lower seven of one, in their order; its own uppermost is any.
+    /// Returns the top bits of every byte of seven vectors as the low seven bits of one vector, in their
+    /// order; its own top bit is undefined.
     fn tops(self, b: [Self::B; 7]) -> Self::B;
-    /// Every byte less `by`, modulo 256.
+    /// Subtracts `by` from every byte, modulo 256.
     fn less(self, b: Self::B, by: u8) -> Self::B;
-    /// The lower seven bits of every byte, below 121, modulo 11 and divided by it.
+    /// Divides the low seven bits of every byte, which must be below 121, by 11; returns remainders and
+    /// quotients.
     fn elevens(self, b: Self::B) -> [Self::B; 2];
 
-    /// The same number in all lanes: of four bytes, or of one word.
+    /// Returns the same four bytes in all lanes.
     ///
     /// # Safety
     /// * Four bytes can be read at `at`.
     unsafe fn word(self, at: *const u8) -> Self::I;
+    /// Returns zero in all lanes.
     fn zero(self) -> Self::I;
+    /// Returns a - b.
     fn sub_ints(self, a: Self::I, b: Self::I) -> Self::I;
-    /// i * 2^by.
+    /// Returns i * 2^by.
     fn times_power(self, i: Self::I, by: u32) -> Self::I;
-    /// Each lane's sum, plus the products of its four bytes in `w`, without sign, with those in `x`, with sign.
+    /// Adds to each lane of `sum` the dot product of its four unsigned bytes in `w` with its four signed
+    /// bytes in `x`.
     fn dot(self, sum: Self::I, w: Self::B, x: Self::I) -> Self::I;
+    /// Converts integers to F32.
     fn to_float(self, i: Self::I) -> Self::V;
 
-    /// Sixteen F16.
+    /// Loads sixteen F16 numbers.
     ///
     /// # Safety
     /// * 32 bytes can be read at `at`.
     #[inline(always)]
     unsafe fn halves(self, at: *const u8) -> Self::V {
-        // SAFETY: the caller's promise; any bytes are numbers.
+        // SAFETY: the caller's promise; any bytes are valid numbers.
         self.load_f16(&unsafe { at.cast::<[u16; LANES]>().read_unaligned() })
     }
-    /// Sixteen F32.
+    /// Loads sixteen F32 numbers.
     ///
     /// # Safety
     /// * 64 bytes can be read at `at`.
     #[inline(always)]
     unsafe fn singles(self, at: *const u8) -> Self::V {
-        // SAFETY: the caller's promise; any bytes are numbers.
+        // SAFETY: the caller's promise; any bytes are valid numbers.
         self.load(&unsafe { at.cast::<[f32; LANES]>().read_unaligned() })
     }
-    /// Sixteen bytes without sign.
+    /// Converts sixteen unsigned bytes to F32.
     fn small(self, bytes: [u8; LANES]) -> Self::V;
 }
 
-/// Work to be done with an instruction set's whole numbers.
+/// A computation with integers that is compiled for each instruction set.
 pub trait IntKernel {
     type Out;
-    /// Must be `#[inline(always)]`.
+    /// Runs the kernel. Must be `#[inline(always)]`.
     fn run<S: Ints>(self, simd: S) -> Self::Out;
 }

@@ -1,11 +1,11 @@
-//! Sixteen lanes of f32, whatever the registers: kernels are written once over [`Simd`].
+//! Sixteen lanes of f32, whatever the register size: kernels are written once, generic over [`Simd`].
 //!
-//! A kernel is a value with a generic, always-inlined `run`; [`Simd::call`] is the one place per
-//! instruction set where it is compiled with that set's features. Everything a kernel calls must be
-//! `#[inline(always)]` and free of closures, or it is compiled without them.
+//! A kernel is a value with a generic, always-inlined `run`. [`Simd::call`] is the one place per instruction
+//! set where it is compiled with that set's features. Everything a kernel calls must be `#[inline(always)]`
+//! and free of closures, or it is compiled without these features.
 //!
-//! Invariant: every lane operation is the IEEE operation, and reductions have one tree, so instruction sets
-//! with fused multiply-add give the same bits.
+//! Invariant: every lane operation is the IEEE operation, and reductions have one fixed tree, so instruction
+//! sets with fused multiply-add give the same bits.
 
 #![allow(unsafe_code)]
 
@@ -31,28 +31,31 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 /// Lanes of a vector.
 pub const LANES: usize = 16;
 
-/// An instruction set. A value of the type is proof that this CPU has it.
+/// An instruction set. A value of the type proves that this CPU supports it.
 pub trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32.
     type V: Copy;
 
-    /// Rows and outs of a matmul tile: its sums and one operand's vectors fit the registers.
+    /// Rows and outputs of an F32 GEMM tile: its sums and one operand's vectors fit the registers.
     const TILE_ROWS: usize;
     const TILE_OUTS: usize;
-    /// Sums that stay in registers, as many as hide how long an addition takes, up to 12.
+    /// Number of accumulators that stay in registers: as many as hide the latency of an addition, up to 12.
     const SUMS: usize;
     /// Query vectors that share a pass over a block of K or V.
     const TILE_QUERIES: usize;
 
-    /// Runs a kernel with this set's features.
+    /// Runs a kernel with this instruction set's features.
     fn call<K: Kernel>(self, kernel: K) -> K::Out;
 
+    /// Returns `x` in all lanes.
     fn splat(self, x: f32) -> Self::V;
     fn load(self, x: &[f32; LANES]) -> Self::V;
+    /// Loads F16 numbers, given as bits.
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
+    /// Loads BF16 numbers, given as bits.
     fn load_bf16(self, x: &[u16; LANES]) -> Self::V;
     fn load_i8(self, x: &[i8; LANES]) -> Self::V;
-    /// The lower halves of sixteen bytes, and the upper ones.
+    /// Loads the low nibbles of sixteen bytes, and the high nibbles.
     fn load_nibbles(self, x: &[u8; LANES]) -> [Self::V; 2];
     fn store(self, v: Self::V, to: &mut [f32; LANES]);
 
@@ -60,38 +63,39 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
-    /// a * b + c, rounded once where the set can.
+    /// Returns a * b + c, rounded once if the instruction set can.
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The lesser; `b` where either is NaN.
+    /// Returns the lesser; `b` where either is NaN.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
-    /// The greater; `b` where either is NaN.
+    /// Returns the greater; `b` where either is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `v` in the first `n` lanes, `rest` in the others.
+    /// Returns `v` in the first `n` lanes, `rest` in the others.
     fn first(self, n: usize, v: Self::V, rest: Self::V) -> Self::V;
-    /// `v` in the lanes where a < b, `rest` in the others; those with a NaN are among these.
+    /// Returns `v` in the lanes where a < b, `rest` in the others, which include those with a NaN.
     fn where_less(self, a: Self::V, b: Self::V, v: Self::V, rest: Self::V) -> Self::V;
-    /// v * 2^n, where n is the integer whose bits `shifted` holds on top of those of [`SHIFT`]; rounded once.
+    /// Returns v * 2^n, rounded once, where n is the integer that the bits of `shifted` exceed those of
+    /// [`SHIFT`] by.
     fn scale(self, v: Self::V, shifted: Self::V) -> Self::V;
 
-    /// The largest lane; any lane where one is NaN.
+    /// Returns the largest lane; any lane if one is NaN.
     fn largest(self, v: Self::V) -> f32;
-    /// The sum of the lanes: halves are added to halves, 16 to 8 to 4 to 2 to 1.
+    /// Returns the sum of the lanes. Halves are added to halves: 16 to 8 to 4 to 2 to 1.
     fn sum(self, v: Self::V) -> f32;
-    /// The sums of four vectors, each as `sum` has it.
+    /// Returns the sums of four vectors, each computed like `sum`.
     #[inline(always)]
     fn sum4(self, v: [Self::V; 4]) -> [f32; 4] {
         [self.sum(v[0]), self.sum(v[1]), self.sum(v[2]), self.sum(v[3])]
     }
 }
 
-/// Work to be done with an instruction set.
+/// A computation that is compiled for each instruction set.
 pub trait Kernel {
     type Out;
-    /// Must be `#[inline(always)]`.
+    /// Runs the kernel. Must be `#[inline(always)]`.
     fn run<S: Simd>(self, simd: S) -> Self::Out;
 }
 
-/// The instruction set that was chosen at start.
+/// The instruction set that the backend uses, chosen at start.
 #[derive(Clone, Copy)]
 pub enum Level {
     #[cfg(target_arch = "x86_64")]
@@ -104,7 +108,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// The instruction set asked for, if this CPU has it.
+    /// Returns the requested instruction set, or an error if this CPU does not support it.
     pub fn new(isa: Isa) -> Result<Level, DeviceError> {
         let found = match isa {
             Isa::Auto => Level::avx512().or_else(Level::avx2).or_else(Level::portable),
@@ -113,7 +117,7 @@ impl Level {
             Isa::Avx2 => Level::avx2(),
             Isa::Portable => Level::portable(),
         };
-        found.ok_or_else(|| DeviceError::Unsupported(format!("this CPU has no {}", isa.name())))
+        found.ok_or_else(|| DeviceError::Unsupported(format!("this CPU does not support {}", isa.name())))
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -150,7 +154,7 @@ impl Level {
         Some(Level::Portable(portable::Portable))
     }
 
-    /// What this level is.
+    /// Returns the instruction set of this level.
     pub fn isa(self) -> Isa {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -163,7 +167,7 @@ impl Level {
         }
     }
 
-    /// Runs a kernel of whole numbers with the level's instruction set.
+    /// Runs an integer kernel with the level's instruction set.
     pub fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -190,18 +194,19 @@ impl Level {
     }
 }
 
-/// How numbers are stored, as far as kernels are concerned: one type per [`QuantType`] that is not of blocks.
+/// A floating-point storage format: one type per [`QuantType`] that is not blocked.
 pub trait Code: Send + Sync + 'static {
     /// One stored number.
     type Raw: Copy + Default + Send + Sync + 'static;
-    /// Sixteen codes, widened exactly.
-    fn load<S: Simd>(simd: S, codes: &[Self::Raw; LANES]) -> S::V;
-    /// The nearest codes of `values`.
-    fn encode(values: &[f32], codes: &mut [Self::Raw]);
-    /// The values of `codes`.
-    fn decode(codes: &[Self::Raw], values: &mut [f32]);
-    /// A buffer's codes.
+    /// Loads sixteen numbers, widened exactly.
+    fn load<S: Simd>(simd: S, numbers: &[Self::Raw; LANES]) -> S::V;
+    /// Encodes `values`, rounded to nearest.
+    fn encode(values: &[f32], numbers: &mut [Self::Raw]);
+    /// Decodes numbers to F32.
+    fn decode(numbers: &[Self::Raw], values: &mut [f32]);
+    /// Returns a buffer's numbers.
     fn of(buf: &HostBuf) -> &[Self::Raw];
+    /// Returns a buffer's numbers for writing.
     fn of_mut(buf: &mut HostBuf) -> &mut [Self::Raw];
 }
 
@@ -215,14 +220,14 @@ pub struct Bf16;
 impl Code for F32 {
     type Raw = f32;
     #[inline(always)]
-    fn load<S: Simd>(simd: S, codes: &[f32; LANES]) -> S::V {
-        simd.load(codes)
+    fn load<S: Simd>(simd: S, numbers: &[f32; LANES]) -> S::V {
+        simd.load(numbers)
     }
-    fn encode(values: &[f32], codes: &mut [f32]) {
-        codes.copy_from_slice(values);
+    fn encode(values: &[f32], numbers: &mut [f32]) {
+        numbers.copy_from_slice(values);
     }
-    fn decode(codes: &[f32], values: &mut [f32]) {
-        values.copy_from_slice(codes);
+    fn decode(numbers: &[f32], values: &mut [f32]) {
+        values.copy_from_slice(numbers);
     }
     fn of(buf: &HostBuf) -> &[f32] {
         buf.f32()
@@ -237,14 +242,14 @@ macro_rules! half_code {
         impl Code for $code {
             type Raw = u16;
             #[inline(always)]
-            fn load<S: Simd>(simd: S, codes: &[u16; LANES]) -> S::V {
-                simd.$load(codes)
+            fn load<S: Simd>(simd: S, numbers: &[u16; LANES]) -> S::V {
+                simd.$load(numbers)
             }
-            fn encode(values: &[f32], codes: &mut [u16]) {
-                codes.reinterpret_cast_mut::<$half>().convert_from_f32_slice(values);
+            fn encode(values: &[f32], numbers: &mut [u16]) {
+                numbers.reinterpret_cast_mut::<$half>().convert_from_f32_slice(values);
             }
-            fn decode(codes: &[u16], values: &mut [f32]) {
-                codes.reinterpret_cast::<$half>().convert_to_f32_slice(values);
+            fn decode(numbers: &[u16], values: &mut [f32]) {
+                numbers.reinterpret_cast::<$half>().convert_to_f32_slice(values);
             }
             fn of(buf: &HostBuf) -> &[u16] {
                 buf.u16()
@@ -258,31 +263,31 @@ macro_rules! half_code {
 half_code!(F16, half::f16, load_f16);
 half_code!(Bf16, half::bf16, load_bf16);
 
-/// Something to be done for the [`Code`] that belongs to a type known at run time.
+/// An operation that is generic over the [`FloatFormat`], which is known only at run time.
 pub trait ForCode {
     type Out;
     fn run<C: Code>(self) -> Self::Out;
 }
 
-/// Calls `op` with the code of `ty`, which stores each number by itself.
+/// Calls `op` with the [`FloatFormat`] of `ty`, which must not be blocked.
 pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
     match ty {
         QuantType::F32 => op.run::<F32>(),
         QuantType::F16 => op.run::<F16>(),
         QuantType::BF16 => op.run::<Bf16>(),
-        _ => unreachable!("{ty} does not store each number by itself; this is a bug"),
+        _ => unreachable!("{ty} is a blocked format; this is a bug"),
     }
 }
 
-/// Up to 16 codes; lanes beyond them are zero.
+/// Loads up to 16 numbers; lanes beyond them are zero.
 #[inline(always)]
-pub fn load_part<S: Simd, C: Code>(simd: S, codes: &[C::Raw]) -> S::V {
+pub fn load_part<S: Simd, C: Code>(simd: S, numbers: &[C::Raw]) -> S::V {
     let mut padded = [C::Raw::default(); LANES];
-    padded[..codes.len()].copy_from_slice(codes);
+    padded[..numbers.len()].copy_from_slice(numbers);
     C::load(simd, &padded)
 }
 
-/// The first lanes of `v`, as many as `to` has room for.
+/// Stores the first lanes of `v`, as many as `to` holds.
 #[inline(always)]
 pub fn store_part<S: Simd>(simd: S, v: S::V, to: &mut [f32]) {
     let mut lanes = [0.0; LANES];
@@ -290,7 +295,7 @@ pub fn store_part<S: Simd>(simd: S, v: S::V, to: &mut [f32]) {
     to.copy_from_slice(&lanes[..to.len()]);
 }
 
-/// Asks for the cache line at `address`, which need not be valid, to be brought to the second-level cache.
+/// Prefetches the cache line at `address`, which need not be valid, to the second-level cache.
 #[inline(always)]
 pub fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -303,7 +308,7 @@ pub fn prefetch<T>(address: *const T) {
     let _ = address;
 }
 
-/// The same, to the first-level cache.
+/// Prefetches the cache line at `address`, which need not be valid, to the first-level cache.
 #[inline(always)]
 pub fn prefetch_first<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]

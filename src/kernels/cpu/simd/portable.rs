@@ -1,25 +1,27 @@
-//! Plain arrays, for CPUs without a set of their own here; the compiler vectorises what it can.
+//! Portable implementation on plain arrays, for CPUs without a specific implementation here. It relies on the
+//! compiler to vectorize.
 //!
-//! Invariant: needs nothing of the CPU. Its products are rounded before they are added, so its bits differ
-//! from those of the sets with fused multiply-add.
+//! Invariant: requires no CPU features. Products are rounded before they are added, so its results differ in
+//! bits from those of the instruction sets with fused multiply-add.
 
 use super::ints::{BYTES, IntKernel, Ints};
 use super::{Kernel, LANES, SHIFT, Simd};
 
-/// No instruction set in particular.
+/// The portable implementation.
 #[derive(Clone, Copy)]
 pub struct Portable;
 
 type V = [f32; LANES];
 
-/// A plain loop: the library's way of making arrays is a call for each element where the compiler does not look through it.
+/// Builds an array with a plain loop. The standard library's functions call a closure for each element where
+/// the compiler does not see through them.
 #[inline(always)]
-fn made<T: Copy + Default, const N: usize>(of: impl Fn(usize) -> T) -> [T; N] {
-    let mut made = [T::default(); N];
-    for (i, made) in made.iter_mut().enumerate() {
-        *made = of(i);
+fn made<T: Copy + Default, const N: usize>(element: impl Fn(usize) -> T) -> [T; N] {
+    let mut array = [T::default(); N];
+    for (i, to) in array.iter_mut().enumerate() {
+        *to = element(i);
     }
-    made
+    array
 }
 
 #[inline(always)]
@@ -201,7 +203,7 @@ impl Ints for Portable {
         made(|lane| {
             let x = x[lane].to_le_bytes();
             let product = |i: usize| i32::from(w[4 * lane + i]) * i32::from(x[i] as i8);
-            // No sum of codes is that large; a check for it would keep lanes from being vectors.
+            // No dot product of quants overflows; a check for it would prevent vectorization.
             sum[lane].wrapping_add(product(0) + product(1) + product(2) + product(3))
         })
     }
@@ -215,12 +217,12 @@ impl Ints for Portable {
     }
 }
 
-/// The value of an F16, without branches or table, so that it vectorises.
+/// Returns the value of an F16, without branches or tables, so that it vectorizes.
 #[inline(always)]
 fn widen_f16(x: u16) -> f32 {
     const EXPONENT: u32 = 0x7c00;
     let (magnitude, sign) = (u32::from(x & 0x7fff), u32::from(x & 0x8000) << 16);
-    // The product moves the exponent from one bias to the other, and makes small numbers normal.
+    // The product changes the exponent from one bias to the other, and normalizes subnormal numbers.
     let finite = (f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23)).to_bits();
     let not_finite = magnitude << 13 | 0x7f80_0000;
     f32::from_bits(sign | if magnitude >= EXPONENT { not_finite } else { finite })

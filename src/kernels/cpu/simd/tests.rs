@@ -8,12 +8,12 @@ fn levels() -> Vec<Level> {
     found.collect()
 }
 
-/// Levels whose products are fused: these must agree to the bit.
+/// Levels with fused multiply-add: these must agree to the bit.
 fn fused_levels() -> Vec<Level> {
     levels().into_iter().filter(|level| level.isa() != Isa::Portable).collect()
 }
 
-/// Numbers of all magnitudes, from a fixed generator.
+/// Returns numbers of all magnitudes, from a fixed generator.
 fn numbers<const N: usize>(seed: u64) -> [f32; N] {
     std::array::from_fn(|i| {
         let [mantissa, exponent, sign, _] =
@@ -23,7 +23,7 @@ fn numbers<const N: usize>(seed: u64) -> [f32; N] {
     })
 }
 
-/// A function of each element.
+/// Defines a function that applies a kernel function to each element.
 macro_rules! of_all {
     ($name:ident, $function:ident) => {
         fn $name(level: Level, x: &[f32]) -> Vec<f32> {
@@ -51,7 +51,7 @@ of_all!(sigmoids, sigmoid);
 of_all!(tanhs, tanh);
 of_all!(tails, normal_tail);
 
-/// Each result within so many units in its last place of the exact one.
+/// Asserts that each result is within so many units in its last place of the exact one.
 fn within(units: impl Fn(f64) -> f64, x: &[f32], got: Vec<f32>, exact: impl Fn(f64) -> f64) {
     for (x, y) in x.iter().zip(got) {
         let exact = exact(f64::from(*x));
@@ -120,7 +120,7 @@ fn exp_has_its_special_values() {
     }
 }
 
-/// The results of every operation, one after another.
+/// Kernel that returns the results of every operation, one after another.
 struct Everything([[f32; LANES]; 3]);
 
 impl Kernel for Everything {
@@ -216,14 +216,14 @@ fn half_precision_codes_have_the_values_of_their_format() {
             values
         }
     }
-    let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+    let is_same = |a: f32, b: f32| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
     for level in levels() {
         for first in (0..=u16::MAX).step_by(LANES) {
             let codes: [u16; LANES] = std::array::from_fn(|i| first + i as u16);
             let [f16s, bf16s] = level.run(Widen(codes));
             for (i, code) in codes.into_iter().enumerate() {
-                assert!(same(f16s[i], half::f16::from_bits(code).to_f32()), "F16 {code:#x}");
-                assert!(same(bf16s[i], half::bf16::from_bits(code).to_f32()), "BF16 {code:#x}");
+                assert!(is_same(f16s[i], half::f16::from_bits(code).to_f32()), "F16 {code:#x}");
+                assert!(is_same(bf16s[i], half::bf16::from_bits(code).to_f32()), "BF16 {code:#x}");
             }
         }
     }
@@ -257,7 +257,7 @@ fn bytes_and_half_bytes_are_widened_exactly() {
     }
 }
 
-/// Products and remainders of every byte, by every way that this CPU has.
+/// Kernel that returns the results of the integer operations for every byte.
 struct Codes;
 
 impl IntKernel for Codes {

@@ -1,61 +1,64 @@
-//! Codes by weighted least squares, for whoever has the time: the second way to write a block.
+//! Quantization by weighted least squares: slower and more accurate than [`QuantType::quantize`].
 //!
-//! A format's own equations look at a block's range alone; here the sum of the squares of what is lost is made small, each
-//! square times how much its number counts. Formats that store numbers as they are have nothing to choose.
+//! Round-to-nearest looks only at the range of a block. The search here minimizes the sum of squared errors,
+//! each weighted by the importance of its element. Formats that store numbers directly have nothing to search
+//! for.
 //!
-//! Invariant: that sum is never more than with the format's own codes, for the less is taken of what both give back. A
-//! block with a number that F16 cannot hold, and one whose numbers are all the same, have the format's own codes.
+//! Invariant: the weighted error is never larger than that of [`QuantType::quantize`], because the better of
+//! the two results is kept. A block with a number outside of the range of F16, and a block whose elements are
+//! all equal, keep the result of [`QuantType::quantize`].
 
 use super::grid::{self, Centred, G4B64, Least};
 use super::{QuantType, affine, superblocks};
 use half::f16;
 
-/// Writes a block: (values, weights, bytes).
+/// A function that writes a block: (values, weights, bytes).
 type Search = fn(&[f32], &[f32], &mut [u8]);
 
-/// Numbers of the longest block, and bytes of the largest.
+/// Elements of the longest block, and bytes of the largest one.
 const NUMBERS_MAX: usize = superblocks::NUMBERS;
 const BYTES_MAX: usize = superblocks::Q6_K_BYTES;
 
 impl QuantType {
-    /// Writes the codes of whole blocks of a type that is written, so that they lose little. A value's square error counts as
-    /// often as `importance` says, a number of at least 0 for each value; without it, and in blocks that it is 0 for, all
-    /// count alike.
+    /// Quantizes whole blocks with a small squared error. The format is not a read-only one. `importance`
+    /// weights the squared error of each value with a number of at least 0; without it, and in blocks where
+    /// it is 0 throughout, all errors count equally.
     pub fn fit(self, values: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         self.quantize(values, out);
         let Some(search) = search_of(self) else { return };
         let row = self.row();
-        let mut found = [0; BYTES_MAX];
-        let found = &mut found[..row.block_bytes];
+        let mut candidate = [0; BYTES_MAX];
+        let candidate = &mut candidate[..row.block_bytes];
         let blocks = values.chunks_exact(row.block_elements).zip(out.chunks_exact_mut(row.block_bytes));
         for (number, (values, out)) in blocks.enumerate() {
             if !can_be_searched(values) {
                 continue;
             }
-            let own = importance.map(|importance| &importance[number * row.block_elements..][..values.len()]);
-            let weights = weights(own);
+            let importance =
+                importance.map(|importance| &importance[number * row.block_elements..][..values.len()]);
+            let weights = weights(importance);
             let weights = &weights[..values.len()];
-            found.copy_from_slice(out);
-            search(values, weights, found);
-            if self.error(values, weights, found) < self.error(values, weights, out) {
-                out.copy_from_slice(found);
+            candidate.copy_from_slice(out);
+            search(values, weights, candidate);
+            if self.error(values, weights, candidate) < self.error(values, weights, out) {
+                out.copy_from_slice(candidate);
             }
         }
     }
 
-    /// The weighted squares of what a block loses.
+    /// Returns the weighted squared error of a block.
     fn error(self, values: &[f32], weights: &[f32], block: &[u8]) -> f64 {
         let mut back = [0f32; NUMBERS_MAX];
         let back = &mut back[..values.len()];
         self.dequantize(block, back);
-        let lost = |((value, back), weight): ((&f32, &f32), &f32)| {
+        let weighted_square = |((value, back), weight): ((&f32, &f32), &f32)| {
             f64::from(*weight) * (f64::from(*value) - f64::from(*back)).powi(2)
         };
-        values.iter().zip(&*back).zip(weights).map(lost).sum()
+        values.iter().zip(&*back).zip(weights).map(weighted_square).sum()
     }
 }
 
-/// How a format's blocks are searched for, where they are.
+/// Returns the search function of a format, if it has one.
 fn search_of(ty: QuantType) -> Option<Search> {
     use QuantType::*;
     Some(match ty {
@@ -86,13 +89,13 @@ fn search_of(ty: QuantType) -> Option<Search> {
     })
 }
 
-/// Whether F16 holds all of them, and there are two.
+/// Returns whether all values are within the range of F16 and at least two differ.
 fn can_be_searched(values: &[f32]) -> bool {
     let holds = |value: &f32| value.abs() <= f16::MAX.to_f32();
     values.iter().all(holds) && values.iter().any(|value| *value != values[0])
 }
 
-/// How much each number of a block counts, 1 in the mean.
+/// Returns the weights of the elements of a block, normalized to a mean of 1.
 fn weights(importance: Option<&[f32]>) -> [f32; NUMBERS_MAX] {
     let mut weights = [1.0; NUMBERS_MAX];
     let Some(importance) = importance else { return weights };

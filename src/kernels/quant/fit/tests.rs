@@ -1,4 +1,5 @@
-//! What a search may never do, what it should, and whether it listens to what counts.
+//! Tests of the search: it is never worse than round-to-nearest, usually better, and follows the importance
+//! weights.
 
 use super::*;
 use crate::conformance::noise;
@@ -7,7 +8,7 @@ fn searched() -> impl Iterator<Item = QuantType> {
     QuantType::all().filter(|ty| search_of(*ty).is_some())
 }
 
-fn coded(ty: QuantType, values: &[f32]) -> Vec<u8> {
+fn round_to_nearest(ty: QuantType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0xa5; ty.bytes(values.len()).unwrap()];
     ty.quantize(values, &mut bytes);
     bytes
@@ -19,25 +20,25 @@ fn fitted(ty: QuantType, values: &[f32], importance: Option<&[f32]>) -> Vec<u8> 
     bytes
 }
 
-/// What is lost of each number.
+/// Returns the error of each element.
 fn lost(ty: QuantType, values: &[f32], bytes: &[u8]) -> Vec<f64> {
     let mut back = vec![f32::NAN; values.len()];
     ty.dequantize(bytes, &mut back);
     values.iter().zip(back).map(|(x, y)| f64::from(*x) - f64::from(y)).collect()
 }
 
-/// The sum of squares, each as often as its number counts.
+/// Returns the sum of squared errors, weighted by importance.
 fn sum(lost: &[f64], importance: Option<&[f32]>) -> f64 {
     let count = |number: usize| importance.map_or(1.0, |importance| f64::from(importance[number]));
     lost.iter().enumerate().map(|(number, lost)| count(number) * lost * lost).sum()
 }
 
-/// Near normal: of each number the sum of twelve.
+/// Returns approximately normal numbers: each is a sum of twelve uniform ones.
 fn normal(tag: u32, n: usize, spread: f32) -> Vec<f32> {
     noise(tag, 12 * n).chunks(12).map(|some| spread * some.iter().sum::<f32>() / 2.0).collect()
 }
 
-/// Blocks of which each has something that a search could fall over.
+/// Returns blocks that are difficult for a search.
 fn adversarial(block: usize) -> Vec<Vec<f32>> {
     let plain = normal(4, block, 0.03);
     let with = |at: usize, value: f32| {
@@ -60,7 +61,7 @@ fn adversarial(block: usize) -> Vec<Vec<f32>> {
     ]
 }
 
-/// None, some, and such that most columns or whole blocks count nothing.
+/// Importance weights: none, varied, and such that most columns or whole blocks have none.
 fn importances(n: usize) -> Vec<Option<Vec<f32>>> {
     let some = noise(9, n).iter().map(|x| x * x * 1e3).collect();
     let few = (0..n).map(|number| if number % 11 == 5 { 1e-20 } else { 0.0 }).collect();
@@ -69,27 +70,27 @@ fn importances(n: usize) -> Vec<Option<Vec<f32>>> {
 }
 
 #[test]
-fn never_more_is_lost_than_to_the_formats_own_codes() {
+fn the_error_is_never_larger_than_that_of_round_to_nearest() {
     for ty in searched() {
         let block = ty.row().block_elements;
         let plain = [normal(1, 6 * block, 0.03), noise(2, 6 * block)];
         for values in plain.into_iter().chain(adversarial(block)) {
             for importance in importances(values.len()) {
                 let importance = importance.as_deref();
-                let bytes = [coded(ty, &values), fitted(ty, &values, importance)];
+                let bytes = [round_to_nearest(ty, &values), fitted(ty, &values, importance)];
                 let [own, found] = bytes.map(|bytes| sum(&lost(ty, &values, &bytes), importance));
-                assert!(found <= own * (1.0 + 1e-9), "{ty}: {found} is more than {own}, of {values:?}");
+                assert!(found <= own * (1.0 + 1e-9), "{ty}: {found} exceeds {own} for {values:?}");
             }
         }
     }
 }
 
-/// A search that finds nothing, or what another format's bytes mean, loses as much as before.
+/// A search without effect, or with the bytes of another format, would not reduce the error.
 #[test]
-fn normal_numbers_lose_a_tenth_less_and_with_weights_a_fifth() {
+fn the_error_of_normal_numbers_is_a_tenth_smaller_and_a_fifth_with_weights() {
     for ty in searched().filter(|ty| ty.row().block_elements < NUMBERS_MAX) {
         let values = normal(3, 128 * 64, 0.03);
-        let own = lost(ty, &values, &coded(ty, &values));
+        let own = lost(ty, &values, &round_to_nearest(ty, &values));
         let found = lost(ty, &values, &fitted(ty, &values, None));
         assert!(sum(&found, None) < 0.9 * sum(&own, None), "{ty}");
         let importance: Vec<f32> = normal(5, values.len(), 1.0).iter().map(|x| x.exp()).collect();
@@ -99,20 +100,20 @@ fn normal_numbers_lose_a_tenth_less_and_with_weights_a_fifth() {
     }
 }
 
-/// The formats of superblocks are searched either way; weights are what is new to them.
+/// K-quants are always searched; only the weights differ here.
 #[test]
-fn superblocks_follow_weights_too() {
+fn k_quants_follow_weights_too() {
     for ty in searched().filter(|ty| ty.row().block_elements == NUMBERS_MAX) {
         let values = normal(3, 32 * NUMBERS_MAX, 0.03);
         let importance: Vec<f32> = normal(5, values.len(), 1.0).iter().map(|x| x.exp()).collect();
         let importance = Some(importance.as_slice());
-        let own = lost(ty, &values, &coded(ty, &values));
+        let own = lost(ty, &values, &round_to_nearest(ty, &values));
         let found = lost(ty, &values, &fitted(ty, &values, importance));
         assert!(sum(&found, importance) < 0.92 * sum(&own, importance), "{ty}");
     }
 }
 
-/// Every code of a grid that the block can hold, in Inferflow's formats and FlexGen's, those of bin centres among them.
+/// Tests every quant that a block can hold, in the formats of Inferflow and FlexGen, including bin centers.
 #[test]
 fn a_block_on_a_grid_is_exact() {
     for ty in searched().filter(|ty| *ty as usize >= QuantType::Q8_B32T1 as usize) {
@@ -128,17 +129,17 @@ fn a_block_on_a_grid_is_exact() {
             _ => 16,
         };
         let numbers = row.block_elements;
-        let code =
+        let quant =
             |n: usize| if levels > numbers { n * (levels - 1) / (numbers - 1) } else { n * 13 % levels };
         let (base, scale) = if ty == QuantType::Q4_B16 { (-0.5, 0.05) } else { (-1.25, 0.25) };
-        let values: Vec<f32> = (0..numbers).map(|n| base + code(n) as f32 * scale).collect();
+        let values: Vec<f32> = (0..numbers).map(|n| base + quant(n) as f32 * scale).collect();
         let lost = lost(ty, &values, &fitted(ty, &values, None));
         assert!(lost.iter().all(|lost| lost.abs() < 1e-6), "{ty}: {lost:?}");
     }
 }
 
 #[test]
-fn a_column_that_counts_loses_less() {
+fn an_important_column_has_a_smaller_error() {
     for ty in searched() {
         let block = ty.row().block_elements;
         let values = normal(6, 64 * block, 0.03);
@@ -149,12 +150,12 @@ fn a_column_that_counts_loses_less() {
             lost.iter().skip(5).step_by(block).map(|lost| lost * lost).sum()
         };
         let (with, without) = (own_of(Some(&importance[..])), own_of(None));
-        assert!(with < 0.5 * without, "{ty}: {with}, {without} when all count alike");
+        assert!(with < 0.5 * without, "{ty}: {with}, {without} without importance");
     }
 }
 
 #[test]
-fn columns_that_count_alike_are_as_none_was_said() {
+fn equal_importance_gives_the_same_bytes_as_none() {
     for ty in searched() {
         let values = normal(7, 4 * ty.row().block_elements, 0.03);
         for each in [0.0, 0.7, 1e-12, 3e20] {
@@ -164,24 +165,24 @@ fn columns_that_count_alike_are_as_none_was_said() {
     }
 }
 
-/// Documented of both ways: what is no number, and what a block cannot hold, are as the equations have them; so is a block of
-/// one number. What a format has no search for is the same altogether.
+/// As documented for both methods: blocks with NaN or numbers that a block cannot represent, and constant
+/// blocks, are quantized by round-to-nearest. A format without a search has the same bytes in all cases.
 #[test]
-fn strange_blocks_and_plain_formats_are_as_ever() {
+fn unusual_blocks_and_formats_without_search_are_unchanged() {
     for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
         let block = ty.row().block_elements.max(16);
-        for strange in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
+        for unusual in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
             let mut values = normal(8, block, 0.03);
-            values[7] = strange;
-            assert!(fitted(ty, &values, None) == coded(ty, &values), "{ty} with {strange}");
+            values[7] = unusual;
+            assert!(fitted(ty, &values, None) == round_to_nearest(ty, &values), "{ty} with {unusual}");
         }
         for constant in [0.0, -0.0, 0.375, -1e-9] {
             let values = vec![constant; block];
-            assert!(fitted(ty, &values, None) == coded(ty, &values), "{ty} of {constant}");
+            assert!(fitted(ty, &values, None) == round_to_nearest(ty, &values), "{ty} of {constant}");
         }
         if search_of(ty).is_none() {
             let values = normal(8, block, 0.03);
-            assert!(fitted(ty, &values, Some(&vec![1.0; block])) == coded(ty, &values), "{ty}");
+            assert!(fitted(ty, &values, Some(&vec![1.0; block])) == round_to_nearest(ty, &values), "{ty}");
         }
     }
 }

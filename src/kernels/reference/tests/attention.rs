@@ -1,8 +1,8 @@
-//! Attention against means and weights worked out by hand.
+//! Tests of attention, against means and weights computed by hand.
 
 use super::*;
 
-/// K and V of `values.len()` positions of the current rows: no key matters, and values as given.
+/// Stores zero keys and the given values for `values.len()` positions of the current rows.
 fn keep(oracle: &mut Reference, table: KvTable, cache: &mut KvLayer<HostBuf>, values: &[f32]) {
     oracle.store_kv(table, &buf(&vec![0.0; values.len()]), &buf(values), cache);
 }
@@ -12,7 +12,7 @@ fn cache(oracle: &mut Reference, pages: usize) -> KvLayer<HostBuf> {
     oracle.alloc_kv(layout).unwrap()
 }
 
-/// What one head makes of `cache`, for `rows` rows whose products with every key are zero.
+/// Returns the output of one head over `cache`, for `rows` rows with zero queries.
 fn mixed(
     oracle: &mut Reference,
     table: KvTable,
@@ -38,10 +38,11 @@ fn attention_weighs_two_positions_by_their_scores() {
     let mask = Mask::Causal { window: None };
     let shape = AttentionShape { heads: 2, scale: 0.5, softcap: None, mask, table: KvTable::Own, bias: None };
     oracle.attention(&shape, &q, &cache, &mut out);
-    // Position 0 sees itself alone. At position 1, head 0 scores 0.5 and 1, and head 1 scores alike.
+    // Position 0 attends only to itself. At position 1, head 0 has the scores 0.5 and 1, and head 1 has equal
+    // scores.
     let second = 1.0 / (1.0 + (-0.5f64).exp());
     near(out.f32(), &[10.0, 10.0, 10.0 + 10.0 * second, 15.0]);
-    // Capped at a tenth, the scores are all but equal to tanh 5 / 10 and tanh 10 / 10.
+    // With a softcap of 0.1, the scores become tanh(5) / 10 and tanh(10) / 10.
     oracle.attention(&AttentionShape { softcap: Some(0.1), ..shape }, &q, &cache, &mut out);
     let second = 1.0 / (1.0 + (0.1 * (5f64.tanh() - 10f64.tanh())).exp());
     near(out.f32(), &[10.0, 10.0, 10.0 + 10.0 * second, 15.0]);
@@ -59,7 +60,7 @@ fn a_causal_window_counts_the_row_itself() {
 }
 
 #[test]
-fn an_encoders_rows_see_their_own_source_and_nothing_else() {
+fn encoder_rows_attend_to_their_own_input_only() {
     let mut oracle = of(&[source(1, 4), source(0, 3)]);
     assert_eq!(oracle.select(SpanStack::Encoder), 7);
     let mut cache = cache(&mut oracle, LIMITS.scratch_positions() / 32);
@@ -71,23 +72,23 @@ fn an_encoders_rows_see_their_own_source_and_nothing_else() {
 }
 
 #[test]
-fn a_decoders_rows_see_their_source_through_the_cross_table() {
-    let sink = Span { table: SpanTable::Sink, ..span(1, 0, 1) };
-    let none = Span { source: 0, ..span(1, 0, 1) };
-    let mut oracle = of(&[source(0, 3), source(1, 2), span(0, 5, 2), sink, none]);
+fn decoder_rows_attend_to_the_encoder_input_through_the_cross_table() {
+    let hole = Span { table: SpanTable::Sink, ..span(1, 0, 1) };
+    let without_encoder = Span { source: 0, ..span(1, 0, 1) };
+    let mut oracle = of(&[source(0, 3), source(1, 2), span(0, 5, 2), hole, without_encoder]);
     let mut cache = cache(&mut oracle, 5);
     oracle.select(SpanStack::Encoder);
     keep(&mut oracle, KvTable::Cross, &mut cache, &[1.0, 2.0, 6.0, 50.0, 70.0]);
     assert_eq!(oracle.select(SpanStack::Decoder), 4);
-    let whole = Mask::Whole { window: None };
-    near(&mixed(&mut oracle, KvTable::Cross, whole, None, (&cache, 4)), &[3.0, 3.0, 0.0, 0.0]);
-    // Neither page of their own has been written to.
+    let bidirectional = Mask::Whole { window: None };
+    near(&mixed(&mut oracle, KvTable::Cross, bidirectional, None, (&cache, 4)), &[3.0, 3.0, 0.0, 0.0]);
+    // Neither of the own pages was written.
     let own = mixed(&mut oracle, KvTable::Own, Mask::Causal { window: None }, None, (&cache, 4));
     near(&own, &[0.0; 4]);
 }
 
 #[test]
-fn alibi_fades_with_distance_and_t5_tells_sides_apart() {
+fn alibi_decays_with_distance_and_t5_distinguishes_sides() {
     let mut oracle = at(0, 3);
     let mut cached = cache(&mut oracle, 2);
     keep(&mut oracle, KvTable::Own, &mut cached, &[1.0, 10.0, 100.0]);
@@ -98,37 +99,42 @@ fn alibi_fades_with_distance_and_t5_tells_sides_apart() {
     let causal = Mask::Causal { window: None };
     let got = mixed(&mut oracle, KvTable::Own, causal, Some(&alibi), (&cached, 3));
     near(&got, &[1.0, 10.5 / 1.5, 105.25 / 1.75]);
-    // Weights 8, 4, 1, 2, 16 for keys from two before to two behind.
+    // Weights 8, 4, 1, 2, 16 for keys from two positions before to two positions after the query.
     let mut oracle = of(&[source(0, 3)]);
     oracle.select(SpanStack::Encoder);
     let mut cached = cache(&mut oracle, LIMITS.scratch_positions() / 32);
     keep(&mut oracle, KvTable::Scratch, &mut cached, &[1.0, 10.0, 100.0]);
     let table = buf(&[8f32, 4.0, 1.0, 2.0, 16.0].map(f32::ln));
-    let both_ways = DistanceBias { table, heads: 1, reach: 3 };
-    let got =
-        mixed(&mut oracle, KvTable::Scratch, Mask::Whole { window: None }, Some(&both_ways), (&cached, 3));
+    let bidirectional = DistanceBias { table, heads: 1, reach: 3 };
+    let got = mixed(
+        &mut oracle,
+        KvTable::Scratch,
+        Mask::Whole { window: None },
+        Some(&bidirectional),
+        (&cached, 3),
+    );
     near(&got, &[(1.0 + 20.0 + 1600.0) / 19.0, (4.0 + 10.0 + 200.0) / 7.0, (8.0 + 40.0 + 100.0) / 13.0]);
 }
 
-/// FlexGen's own figures: of 21 positions a tenth are two and the current one. What is not chosen is not read, and weights stay
-/// what they are among all.
+/// The case of the FlexGen paper: of 20 earlier positions a tenth, that is two, and the current one. Values
+/// that are not selected are not read, and the softmax weights are those over all positions.
 #[test]
-fn a_drawn_token_takes_the_values_of_its_share() {
-    let attended = Share::new(0.1).expect("a tenth is a share");
+fn a_generated_token_attends_to_a_fraction_of_the_values() {
+    let attended = Share::new(0.1).expect("a tenth is a valid fraction");
     let mut oracle = Reference::new();
     oracle.prepare(&StepLimits { rows: 21, attended, ..LIMITS }).unwrap();
     let page = TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 };
     let past = StepBatch { tables: vec![page], spans: vec![span(0, 0, 20)], ..StepBatch::default() };
     oracle.begin(&StepBatch { tokens: vec![2; 20], ..past });
-    // Products with the query are the keys: 3 has the largest, and 15 one as large as 11, but behind it.
+    // The scores equal the keys: position 3 has the largest, and 15 ties with 11, which comes first.
     let mut keys = [0.0; 20];
     (keys[3], keys[7], keys[11], keys[15]) = (2.0, 0.5, 1.0, 1.0);
     let mut values = [f32::NAN; 20];
     (values[3], values[11]) = (10.0, 100.0);
     let mut cache = cache(&mut oracle, 2);
     oracle.store_kv(KvTable::Own, &buf(&keys), &buf(&values), &mut cache);
-    let drawn = Span { tokens: SpanTokens::Last, ..span(0, 20, 1) };
-    oracle.begin(&StepBatch { spans: vec![drawn], ..StepBatch::default() });
+    let generated = Span { tokens: SpanTokens::Last, ..span(0, 20, 1) };
+    oracle.begin(&StepBatch { spans: vec![generated], ..StepBatch::default() });
     oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);
     let (mask, table) = (Mask::Causal { window: None }, KvTable::Own);
     let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: None };
@@ -139,8 +145,8 @@ fn a_drawn_token_takes_the_values_of_its_share() {
 }
 
 #[test]
-fn the_largest_scores_are_chosen_the_first_of_equals() {
-    let half = Share::new(0.5).expect("a half is a share");
+fn the_largest_scores_are_selected_ties_by_index() {
+    let half = Share::new(0.5).expect("a half is a valid fraction");
     assert_eq!(chosen(&[1.0, 3.0, f64::NAN, 3.0, 2.0, 3.0, 0.0], half), [1, 3, 5, 6]);
     assert_eq!(chosen(&[3.0, 1.0, 3.0, 3.0, 9.0], half), [0, 2, 4]);
     assert_eq!(chosen(&[f64::NAN, f64::NEG_INFINITY, 5.0], half), [0, 2]);

@@ -1,4 +1,4 @@
-//! The oracle itself, against small cases computed by other means.
+//! Tests of the reference backend, against small cases computed by other means.
 
 use super::*;
 use crate::backend::{DistanceBias, Mask, NormKind, RopeStretch, Scoring, Share};
@@ -33,7 +33,7 @@ const LIMITS: StepLimits = StepLimits {
     attended: Share::ALL,
 };
 
-/// A span of token 2, of a sequence that has room for 20 and a source of 3.
+/// Returns a span of token 2 in a sequence with 20 reserved tokens and an encoder input of 3 tokens.
 fn span(slot: u32, start: u32, len: u32) -> Span {
     Span {
         model: SpanModel::Target,
@@ -52,7 +52,8 @@ fn source(slot: u32, len: u32) -> Span {
     Span { stack: SpanStack::Encoder, table: SpanTable::Scratch, ..span(slot, 0, len) }
 }
 
-/// An oracle whose current rows are those of these spans. Slot s has page 1 + 2s, and 2 + 2s for its source.
+/// Returns a backend whose current rows are those of the spans. Slot s has page 1 + 2s, and page 2 + 2s for
+/// its encoder input.
 fn of(spans: &[Span]) -> Reference {
     let mut oracle = Reference::new();
     oracle.prepare(&LIMITS).unwrap();
@@ -69,13 +70,13 @@ fn at(start: u32, len: u32) -> Reference {
     of(&[span(0, start, len)])
 }
 
-fn matrix(oracle: &mut Reference, out: usize, values: &[f32]) -> Weight<HostBuf> {
-    let codes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    oracle.upload_weight(QuantType::F32, out, values.len() / out, &codes).unwrap()
+fn matrix(oracle: &mut Reference, n: usize, values: &[f32]) -> Weight<HostBuf> {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    oracle.upload_weight(QuantType::F32, n, values.len() / n, &bytes).unwrap()
 }
 
 #[test]
-fn norms_divide_by_their_deviation() {
+fn norms_divide_by_the_deviation() {
     let mut y = buf(&[0.0; 2]);
     let norm = Norm { kind: NormKind::Rms, weight: Some(buf(&[1.0, 0.5])), bias: None, width: 2, eps: 0.0 };
     at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
@@ -84,7 +85,7 @@ fn norms_divide_by_their_deviation() {
     let norm = Norm { eps: 12.5, ..norm };
     at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
     near(y.f32(), &[0.6, 0.4]);
-    // Of 1, 3 and 8 the mean is 4, and the mean square from it 26 / 3.
+    // The mean of 1, 3 and 8 is 4, and the variance 26 / 3.
     let mut x = buf(&[1.0, 3.0, 8.0]);
     let (weight, bias) = (Some(buf(&[1.0, 2.0, 0.5])), Some(buf(&[0.0, 0.25, 1.0])));
     let norm = Norm { kind: NormKind::Layer, weight, bias, width: 3, eps: 1.0 / 3.0 };
@@ -93,27 +94,27 @@ fn norms_divide_by_their_deviation() {
 }
 
 #[test]
-fn rope_turns_the_pairs_of_its_style_and_leaves_the_rest() {
+fn rope_rotates_the_pairs_of_its_style_only() {
     let row = [0.3f64, 1.1];
     let angles: Vec<f32> = row.iter().flat_map(|a| [a.cos() as f32, a.sin() as f32]).collect();
     let table = || buf(&[&[9.0; 4][..], &angles].concat());
     let [(c0, s0), (c1, s1)] = row.map(|a| (a.cos(), a.sin()));
     let rotate = |style| {
-        let (mut x, mut turned) = (buf(&[1.0, 2.0, 3.0, 4.0, 5.0]), buf(&[0.0; 4]));
+        let (mut x, mut angles) = (buf(&[1.0, 2.0, 3.0, 4.0, 5.0]), buf(&[0.0; 4]));
         let rope = Rope { tables: vec![(usize::MAX, table())], positions: 2, dims: 4, style, stretch: None };
         let mut oracle = at(1, 1);
-        oracle.angles(&rope, &mut turned);
-        oracle.rope(&rope, &turned, 1, 5, &mut x);
+        oracle.angles(&rope, &mut angles);
+        oracle.rope(&rope, &angles, 1, 5, &mut x);
         x.f32().to_vec()
     };
-    let halves = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
-    near(&rotate(RopeStyle::Halves), &halves);
-    let interleaved = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
-    near(&rotate(RopeStyle::Interleaved), &interleaved);
+    let neox = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
+    near(&rotate(RopeStyle::Halves), &neox);
+    let gptj = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
+    near(&rotate(RopeStyle::Interleaved), &gptj);
 }
 
 #[test]
-fn angles_go_by_the_reserved_length() {
+fn angles_depend_on_the_reserved_length() {
     let table = |value: f32| buf(&[value; 16 * 4]);
     let tables = vec![(10, table(1.0)), (20, table(2.0)), (30, table(3.0))];
     let rope = Rope { tables, positions: 16, dims: 4, style: RopeStyle::Halves, stretch: None };
@@ -126,7 +127,8 @@ fn angles_go_by_the_reserved_length() {
     for (reserved, value) in bounds {
         assert_eq!(first(&rope, reserved), [value; 4], "{reserved} reserved");
     }
-    // 18 of 12 positions at factor 2 double the base's growth, 2 * 18 / 12 - 1 = 2, to the power of 4 / 2: 40,000.
+    // With 18 reserved positions, a context of 12 and factor 2, the base grows by 2 * 18 / 12 - 1 = 2 to the
+    // power of 4 / 2: to 40,000.
     let stretch = RopeStretch { theta: 10_000.0, factor: 2.0, context: 12 };
     let rope = Rope { stretch: Some(stretch), ..rope };
     let (slow, fast) = (7.0 / 200f64, 7f64);
@@ -201,7 +203,8 @@ fn matmul_and_embeddings_give_their_formulas() {
     let mut x = buf(&[0.0; 2]);
     oracle.embed(&w, 0, &mut x);
     assert_eq!(x.f32(), [5.0, 6.0]);
-    // The token is the table's second row where that begins with token 1, and has none where it begins with token 3.
+    // The token is in the second row if the table starts with token 1, and in no row if it starts with token
+    // 3.
     oracle.embed(&w, 1, &mut x);
     assert_eq!(x.f32(), [3.0, -4.0]);
     oracle.embed(&w, 3, &mut x);
@@ -215,7 +218,7 @@ fn matmul_and_embeddings_give_their_formulas() {
 }
 
 #[test]
-fn routing_takes_the_largest_and_weighs_them() {
+fn routing_selects_the_largest_logits_and_scores_them() {
     let shape = MoeShape {
         experts: 4,
         first: 0,
@@ -233,7 +236,7 @@ fn routing_takes_the_largest_and_weighs_them() {
             assert!(expert == *wanted && (score - value).abs() < 1e-6, "{expert}: {score} in {shape:?}");
         }
     };
-    // Shares of one, two, four and one eighth.
+    // Probabilities of one, two, four and one eighth.
     let logits = [1f32, 2.0, 4.0, 1.0].map(f32::ln);
     check(shape, logits, &[(1, 0.25), (2, 0.5)]);
     check(MoeShape { scale: 3.0, ..shape }, logits, &[(1, 0.75), (2, 1.5)]);
@@ -247,7 +250,7 @@ fn routing_takes_the_largest_and_weighs_them() {
 }
 
 #[test]
-fn a_mixture_sums_what_its_experts_make() {
+fn a_mixture_sums_the_results_of_its_experts() {
     let mut oracle = at(0, 2);
     let mut expert = |gate: f32, up: Option<f32>, down: [f32; 2]| Expert {
         gate: matrix(&mut oracle, 1, &[gate, 0.0]),
@@ -270,7 +273,8 @@ fn a_mixture_sums_what_its_experts_make() {
         activation: Activation::Relu,
     };
     let mut y = buf(&[0.0; 4]);
-    // The first row goes half and half through experts 0 and 2, the second through 0 and 1, which is shut.
+    // The first row passes half and half through experts 0 and 2, the second one through 0 and 1, whose
+    // result is zero.
     let router = buf(&[5.0, 0.0, 5.0, 5.0, 5.0, 0.0]);
     oracle.moe(2, &shape, &router, &experts, &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
     near(y.f32(), &[0.5 * 14.0, 0.5 * 84.0, 0.5 * 3.0, 0.0]);

@@ -1,20 +1,19 @@
-//! The vocabulary in a GGUF file, by its keys.
+//! Reads the vocabulary of a GGUF file from its metadata.
 //!
-//! Invariant: a key that has no value of its kind is an error that names it; a file without a vocabulary has
-//! none here.
+//! Invariant: a value of the wrong type is an error that names the key.
 
 use super::GgufVocabulary;
 use crate::formats::Gguf;
 use anyhow::Result;
 
-/// What stands before every key.
+/// Prefix of the keys.
 pub(super) const PREFIX: &str = "tokenizer.ggml.";
 
-/// Kinds of vocabulary that are none.
+/// Values of `tokenizer.ggml.model` for files without a vocabulary.
 const NONE: [&str; 2] = ["none", "no_vocab"];
 
 impl GgufVocabulary {
-    /// What the file says of its vocabulary; `None` if it has none.
+    /// Reads the vocabulary of a file; `None` if it has none.
     pub fn of_file(gguf: &Gguf) -> Result<Option<GgufVocabulary>> {
         let key = |name: &str| format!("{PREFIX}{name}");
         let has_tokens = gguf.value(&key("tokens")).is_some();
@@ -51,12 +50,12 @@ impl GgufVocabulary {
     }
 }
 
-/// An array of bytes, which some programs write as signed ones; none if there is no such key.
+/// Reads an array of bytes, which some programs write as signed bytes. Empty if the key is missing.
 fn bytes(gguf: &Gguf, key: &str) -> Result<Vec<u8>> {
     let numbers = gguf.opt_i32s(key)?.unwrap_or_default();
     let byte = |number: i32| {
         let byte = u8::try_from(number).ok().or_else(|| i8::try_from(number).ok().map(i8::cast_unsigned));
-        byte.ok_or_else(|| gguf.wrong(key, format_args!("{number} is no byte")))
+        byte.ok_or_else(|| gguf.wrong(key, format_args!("{number} is not a byte")))
     };
     numbers.into_iter().map(byte).collect()
 }

@@ -1,8 +1,8 @@
-//! Vocabularies within GGUF files, by the kinds that `tokenizer.ggml.model` names: "llama", "gpt2", "bert"
-//! and "t5".
+//! Tokenizers of GGUF files, of the kinds that `tokenizer.ggml.model` names: "llama", "gpt2", "bert" and
+//! "t5".
 //!
-//! Invariant: text becomes the ids that llama.cpp gives it, except where that departs from the tokenizer that
-//! the model was trained with.
+//! Invariant: texts are encoded to the same ids as in llama.cpp, except where it departs from the tokenizer
+//! that the model was trained with.
 
 mod pre;
 
@@ -24,11 +24,11 @@ use pre::Pre;
 use std::collections::{BTreeSet, HashMap};
 use tokenizers::AddedToken;
 
-/// The number that says that a token is a byte.
+/// Number of the token type "byte".
 const BYTE: i32 = 6;
 
-/// What a GGUF file says of its vocabulary, by the names of its keys after `tokenizer.ggml.`, and after
-/// `general.` of the model; what it does not say is `None` or empty.
+/// The vocabulary of a GGUF file. Fields are named as the keys after `tokenizer.ggml.`, `architecture` and
+/// `name` as those after `general.`. Missing keys are `None` or empty.
 #[derive(Clone, Debug, Default)]
 pub struct GgufVocabulary {
     pub architecture: Option<String>,
@@ -55,7 +55,7 @@ pub struct GgufVocabulary {
     pub strip_accents: Option<bool>,
 }
 
-/// The tokenizer of a file.
+/// Builds the tokenizer of a file.
 pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
     file.check()?;
     let draft = match file.model.as_str() {
@@ -70,11 +70,12 @@ pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
 }
 
 impl GgufVocabulary {
+    /// Checks that lengths and ids are consistent and that tokens are unique.
     fn check(&self) -> Result<()> {
         let count = self.tokens.len();
         ensure!(count > 0, "its vocabulary is empty");
         for (what, len) in [("scores", self.scores.len()), ("types", self.token_type.len())] {
-            ensure!(len == 0 || len >= count, "it has {count} tokens, and {what} for {len} of them");
+            ensure!(len == 0 || len >= count, "it has {count} tokens, but {what} for {len} of them");
         }
         let named = [
             ("bos", self.bos_token_id),
@@ -87,7 +88,7 @@ impl GgufVocabulary {
             let id = id.unwrap_or(0);
             ensure!(
                 (id as usize) < count,
-                "key '{PREFIX}{what}_token_id': {id} is none of its {count} tokens"
+                "key '{PREFIX}{what}_token_id': {id} is not one of its {count} tokens"
             );
         }
         let mut ids = HashMap::new();
@@ -99,7 +100,7 @@ impl GgufVocabulary {
         Ok(())
     }
 
-    /// The kind of each token.
+    /// Returns the type of each token.
     fn kinds(&self) -> Result<Vec<PieceKind>> {
         let hides_bytes = self.hides_bytes();
         let kind = |(id, _)| match self.kind(id)? {
@@ -111,13 +112,14 @@ impl GgufVocabulary {
         (0u32..).zip(&self.tokens).map(kind).collect()
     }
 
-    /// Whether there are pieces for all bytes and none is said to be one: some files call every token normal.
+    /// Returns whether there are pieces for all bytes, but none has the type "byte": some files declare every
+    /// token normal.
     fn hides_bytes(&self) -> bool {
         let bytes: BTreeSet<u8> = self.tokens.iter().filter_map(|token| byte_of_name(token)).collect();
         bytes.len() == 256 && !self.token_type.contains(&BYTE)
     }
 
-    /// The kind of a token: what the file says, or what its name and role say.
+    /// Returns the type of a token: that of the file, or else the one that follows from its name and role.
     fn kind(&self, id: u32) -> Result<PieceKind> {
         let token = &self.tokens[id as usize];
         let ends = [self.bos_token_id, self.eos_token_id, self.cls_token_id, self.separator_token_id];
@@ -127,20 +129,20 @@ impl GgufVocabulary {
             Some(_) => PieceKind::Byte,
             None => PieceKind::Normal,
         };
-        let said = self.token_type.get(id as usize).copied().filter(|_| !token.is_empty());
-        // Some files call every token normal; 0 is "undefined".
-        match (said, usual) {
+        let declared = self.token_type.get(id as usize).copied().filter(|_| !token.is_empty());
+        // Some files declare every token normal; 0 is "undefined".
+        match (declared, usual) {
             (None | Some(0), _) | (Some(1), PieceKind::Control) => Ok(usual),
             (Some(number), _) => PieceKind::of(i64::from(number)).with_context(|| format!("token {id}")),
         }
     }
 
-    /// An id that the file gives, or what its kind has unless it says otherwise.
+    /// Returns the id that the file gives, or else the default of its kind of vocabulary.
     fn id(&self, given: Option<u32>, usual: u32) -> Option<u32> {
         Some(given.unwrap_or(usual)).filter(|id| (*id as usize) < self.tokens.len())
     }
 
-    /// Tokens that are found in a text before it is cut.
+    /// Returns the tokens that are found in a text before it is encoded.
     fn added(&self) -> Result<Vec<(u32, AddedToken)>> {
         let mut added = Vec::new();
         for ((id, token), kind) in (0u32..).zip(&self.tokens).zip(self.kinds()?) {
@@ -158,7 +160,7 @@ impl GgufVocabulary {
     }
 }
 
-/// Pieces with scores, as sentencepiece has them.
+/// Builds a tokenizer of scored pieces, as in sentencepiece.
 fn scored(file: &GgufVocabulary, cutting: Cutting) -> Result<Draft> {
     let is_bpe = cutting == Cutting::Bpe;
     let has_prefix = file.add_space_prefix.unwrap_or(is_bpe);
@@ -186,8 +188,8 @@ fn scored(file: &GgufVocabulary, cutting: Cutting) -> Result<Draft> {
     })
 }
 
-/// Tokens that are found in a text before it is cut. Those that are text are cut out of it by the vocabulary's own
-/// rules, unless spaces go with them.
+/// Returns the tokens that are found in a text before it is encoded: special tokens, and user-defined ones
+/// that include adjacent spaces. Other user-defined tokens are found by the normalizer.
 fn added_pieces(file: &GgufVocabulary, vocabulary: &Vocabulary) -> Vec<(u32, AddedToken)> {
     let user_defined = vocabulary.pieces.iter().filter(|piece| piece.kind == PieceKind::UserDefined);
     let user_defined = user_defined.map(|piece| (piece.id, AddedToken::from(&piece.text, false)));
@@ -199,6 +201,7 @@ fn added_pieces(file: &GgufVocabulary, vocabulary: &Vocabulary) -> Vec<(u32, Add
     added
 }
 
+/// Returns the pieces of a file. `usual_unknown` is the default id of the unknown token.
 fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<Piece>> {
     let mut pieces = Vec::with_capacity(file.tokens.len());
     for ((id, token), kind) in (0u32..).zip(&file.tokens).zip(file.kinds()?) {
@@ -213,10 +216,10 @@ fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<Piece>> {
     Ok(pieces)
 }
 
-/// Pairs of bytes, as GPT-2 has them.
+/// Builds a byte-level BPE tokenizer, as in GPT-2.
 fn byte_level(file: &GgufVocabulary) -> Result<Draft> {
     let pre = Pre::named(file.pre.as_deref())?;
-    ensure!(!file.merges.is_empty(), "it has no merges, which say how its tokens come about");
+    ensure!(!file.merges.is_empty(), "it has no merges");
     let named = file.tokens.iter().cloned().zip(0..).filter(|(token, _)| !token.is_empty());
     let mut vocabulary = ByteLevel::new(named.collect())?;
     for (line, at) in file.merges.iter().zip(0..) {
@@ -236,7 +239,7 @@ fn byte_level(file: &GgufVocabulary) -> Result<Draft> {
     })
 }
 
-/// WordPiece, where the file marks tokens that begin a word instead of those that go on.
+/// Builds a WordPiece tokenizer. The file marks tokens that begin a word instead of those that continue one.
 fn word_pieces(file: &GgufVocabulary) -> Result<Draft> {
     let added = file.added()?;
     let is_added = |id: u32| added.binary_search_by_key(&id, |(id, _)| *id).is_ok();

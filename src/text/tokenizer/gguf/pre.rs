@@ -1,30 +1,29 @@
-//! How GGUF files name what splits a text (`tokenizer.ggml.pre`), and what each name means.
+//! Pre-tokenizers of GGUF files by their names (`tokenizer.ggml.pre`).
 //!
-//! Invariant: a name that is not here is refused; its texts would be split in some other way than the model
-//! knows.
+//! Invariant: an unknown name is rejected: its texts would be split differently from the model's training.
 
 use crate::text::tokenizer::byte_level::{Composing, WholeWords};
 use crate::text::tokenizer::splits::{LLAMA3, QWEN2};
 use anyhow::{Context, Result};
 
-/// What a name means.
+/// A pre-tokenizer with its names.
 #[derive(Clone, Copy, Debug)]
 pub struct Pre {
     names: &'static [&'static str],
-    /// Regular expressions that split, one after the other.
+    /// Regular expressions that split a text, applied one after the other.
     pub patterns: &'static [&'static str],
     pub composing: Composing,
     pub whole_words: WholeWords,
-    /// Whether BOS opens a text if the file does not say.
+    /// Whether BOS is added before a text if the file does not say.
     pub adds_bos: bool,
 }
 
-/// Files that name nothing are as old as this.
+/// Name that is used for files without one, which are old.
 const DEFAULT: &str = "default";
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)";
 const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##;
-// Characters that have another form which means the same are written as numbers: editors change them.
+// Characters with a canonically equivalent form are written as escapes, since editors may normalize them.
 const DEEPSEEK_LETTERS: &str = r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\x{1F5F}-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌ\x{1FD0}-\x{1FD3}\x{1FD6}-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ\x{212A}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+";
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -33,16 +32,19 @@ const BAILING: &str =
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+";
 const SEED: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+";
 const EXAONE_MOE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+";
-// To look ahead before every digit, as the pattern that is known for this does, takes the square of their number.
+// Groups of three digits from the right. The well-known pattern looks ahead before every digit, which takes
+// quadratic time.
 const THREES_FROM_THE_RIGHT: &str = r"(?<!\d)\d{1,2}(?=(?:\d{3})+(?!\d))|\d{3}";
 const BLOOM: &str = " ?[^(\\s|.,!?…。，、।۔،)]+";
 
-/// Most names: nothing is composed, pairs merge, and no BOS.
+/// Returns a pre-tokenizer with the usual settings: no normalization, merges are applied to whole words, no
+/// BOS.
 const fn plain(names: &'static [&'static str], patterns: &'static [&'static str]) -> Pre {
     let (composing, whole_words) = (Composing::None, WholeWords::Merged);
     Pre { names, patterns, composing, whole_words, adds_bos: false }
 }
 
+/// All known pre-tokenizers.
 static TABLE: [Pre; 21] = [
     plain(&[DEFAULT], &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]),
     plain(
@@ -140,14 +142,14 @@ static TABLE: [Pre; 21] = [
 ];
 
 impl Pre {
-    /// What the name means; no name is "default".
+    /// Returns the pre-tokenizer with this name. No name is "default".
     pub fn named(name: Option<&str>) -> Result<Pre> {
         let name = name.filter(|name| !name.is_empty()).unwrap_or(DEFAULT);
         let found = TABLE.iter().find(|pre| pre.names.contains(&name));
         let known = || TABLE.iter().flat_map(|pre| pre.names).copied().collect::<Vec<_>>().join(", ");
         found
             .copied()
-            .with_context(|| format!("its pre-tokenizer '{name}' is not known (known: {})", known()))
+            .with_context(|| format!("its pre-tokenizer '{name}' is not supported (supported: {})", known()))
     }
 }
 
@@ -158,7 +160,7 @@ mod tests {
     use crate::text::tokenizer::splits;
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper};
 
-    /// The words of a text.
+    /// Splits a text into words.
     fn words(name: &str, text: &str) -> Vec<String> {
         let stages = splits::stages(Pre::named(Some(name)).unwrap().patterns);
         let split = serde_json::json!({"type": "Sequence", "pretokenizers": stages});
@@ -170,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_is_there_once_and_splits() {
+    fn names_are_unique_and_all_patterns_split() {
         let mut names: Vec<&str> = TABLE.iter().flat_map(|pre| pre.names).copied().collect();
         let text = "Hello  world,\n it's 12345 €☃ 日本語 ÉCOLE\u{301}   ";
         for name in &names {
@@ -181,7 +183,7 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), all);
         let error = Pre::named(Some("kimi")).unwrap_err().to_string();
-        assert!(error.contains("'kimi' is not known") && error.contains("llama-bpe"), "{error}");
+        assert!(error.contains("'kimi' is not supported") && error.contains("llama-bpe"), "{error}");
         assert_eq!(words("default", text), words("", text));
     }
 

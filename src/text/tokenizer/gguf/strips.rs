@@ -1,33 +1,37 @@
-//! Spaces that belong to the token they stand beside: files do not say of which tokens, their families do.
+//! Added tokens that include adjacent spaces. GGUF files do not mark these tokens; they follow from the model
+//! family.
 //!
-//! Invariant: what a token takes with it, it takes in the tokenizer that the model was trained with.
+//! Invariant: a token includes the same spaces as in the tokenizer that the model was trained with.
 
 use super::GgufVocabulary;
 use tokenizers::AddedToken;
 
-/// Of Phi 3's tokens, those that leave what follows them.
+/// Added tokens of Phi 3 that do not include the following spaces.
 const PHI3_PLAIN: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 
-/// What RoBERTa's kin call a mask, and how names of pre-tokenizers begin that are theirs alone.
+/// Name of the mask token of RoBERTa-like models.
 const MASK: &str = "<mask>";
+/// Prefix of pre-tokenizer names that only RoBERTa-like models have.
 const MASKING: &str = "jina-v2-";
 
 impl GgufVocabulary {
-    /// An added token, with the spaces that are a part of it in a text.
+    /// Sets whether an added token includes the spaces before and after it.
     pub(super) fn with_its_spaces(&self, token: AddedToken) -> AddedToken {
-        let takes_what_follows = self.is_phi3() && !PHI3_PLAIN.contains(&token.content.as_str());
-        let takes_what_precedes = self.is_like_roberta() && token.content == MASK;
-        token.rstrip(takes_what_follows).lstrip(takes_what_precedes)
+        let strips_right = self.is_phi3() && !PHI3_PLAIN.contains(&token.content.as_str());
+        let strips_left = self.is_like_roberta() && token.content == MASK;
+        token.rstrip(strips_right).lstrip(strips_left)
     }
 
-    /// Phi 3 and 3.5: later models of the architecture have another kind of vocabulary.
+    /// Returns whether the model is Phi 3 or 3.5. Later models of the architecture have another kind of
+    /// vocabulary.
     fn is_phi3(&self) -> bool {
         let name = self.name.as_deref().unwrap_or_default().to_lowercase();
         let is_named = ["phi-3", "phi3"].iter().any(|phi3| name.contains(phi3));
         self.model == "llama" && (is_named || self.architecture.as_deref() == Some("phi3"))
     }
 
-    /// RoBERTa and XLM-RoBERTa, which files call BERT, and what has its vocabulary from them.
+    /// Returns whether the vocabulary is that of RoBERTa or XLM-RoBERTa, whose files name the architecture
+    /// BERT, or is derived from them.
     fn is_like_roberta(&self) -> bool {
         let pre = self.pre.as_deref().unwrap_or_default();
         let is_bert = self.architecture.as_deref() == Some("bert") && self.model != "bert";
@@ -46,7 +50,7 @@ mod tests {
     const USER: u32 = 3;
     const MASKED: u32 = 4;
 
-    /// Pieces with scores of which `</s>` and the mask are taken wherever a text has them.
+    /// Returns a vocabulary of scored pieces, in which `</s>` and the mask are user-defined.
     fn vocabulary(model: &str) -> GgufVocabulary {
         GgufVocabulary {
             model: model.to_owned(),
@@ -66,9 +70,9 @@ mod tests {
         tokenizer.encode(text, false).unwrap()
     }
 
-    /// Specials and user-defined ones, whichever of the two says that it is Phi 3.
+    /// For special and user-defined tokens, whether the architecture or the name identifies Phi 3.
     #[test]
-    fn what_follows_a_token_of_phi3_is_a_part_of_it() {
+    fn tokens_of_phi3_include_the_following_spaces() {
         let plain = vocabulary("llama");
         let by_architecture = GgufVocabulary { architecture: Some("phi3".into()), ..plain.clone() };
         let by_name = GgufVocabulary { name: Some("Phi-3 mini".into()), ..plain.clone() };
@@ -85,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn what_precedes_a_mask_of_robertas_kin_is_a_part_of_it() {
+    fn masks_of_roberta_include_the_preceding_spaces() {
         let text = "a\n<mask>\na";
         let file = GgufVocabulary { architecture: Some("bert".into()), ..vocabulary("t5") };
         assert_eq!(ids(&file, text), [5, MASKED, 7, 5]);

@@ -1,4 +1,4 @@
-//! Vocabularies of GGUF files that are not what they should be.
+//! Tests with invalid vocabularies of GGUF files.
 //!
 //! Invariant: each is an error that names the file, or harmless; nothing panics.
 
@@ -10,7 +10,7 @@ use crate::text::tokenizer::tests::fixtures::vocabulary;
 use serde_json::json;
 use std::path::Path;
 
-/// One that has nothing but bytes.
+/// Returns a vocabulary of only control tokens and bytes.
 fn of_bytes() -> GgufVocabulary {
     let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
     let tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(String::from).into_iter().chain(bytes).collect();
@@ -26,7 +26,7 @@ fn of_bytes() -> GgufVocabulary {
 }
 
 #[test]
-fn bytes_that_are_called_normal_are_bytes_if_there_are_all() {
+fn byte_pieces_declared_normal_are_bytes_if_all_256_exist() {
     let read = |file: &GgufVocabulary| Tokenizer::from_gguf(Path::new("m.gguf"), file).unwrap();
     let (good, mut plain) = (read(&of_bytes()), of_bytes());
     plain.token_type.fill(1);
@@ -34,13 +34,13 @@ fn bytes_that_are_called_normal_are_bytes_if_there_are_all() {
     let ids = good.encode(text, false).unwrap();
     assert_eq!(read(&plain).encode(text, false).unwrap(), ids);
     assert_eq!(read(&plain).decode(&ids[1..], false).unwrap(), good.decode(&ids[1..], false).unwrap());
-    // Without one of them, they are the texts that they look like.
+    // If one byte is missing, the tokens are plain text.
     plain.tokens[200] = "x".to_owned();
     assert_eq!(read(&plain).decode(&[13], false).unwrap(), "<0x0A>");
 }
 
 #[test]
-fn gguf_vocabularies_that_cannot_be_are_refused() {
+fn invalid_gguf_vocabularies_are_rejected() {
     let refusal =
         |file: &GgufVocabulary| format!("{:#}", Tokenizer::from_gguf(Path::new("m.gguf"), file).unwrap_err());
     let good = of_bytes();
@@ -55,14 +55,17 @@ fn gguf_vocabularies_that_cannot_be_are_refused() {
         (&|f| f.model = "rwkv".into(), "m.gguf: its tokenizer 'rwkv' is not supported (supported: llama"),
         (&|f| f.model = "no_vocab".into(), "it has no tokenizer"),
         (&|f| f.tokens.clear(), "its vocabulary is empty"),
-        (&|f| f.scores.truncate(9), "it has 259 tokens, and scores for 9 of them"),
-        (&|f| f.token_type.truncate(9), "it has 259 tokens, and types for 9 of them"),
-        (&|f| f.eos_token_id = Some(259), "key 'tokenizer.ggml.eos_token_id': 259 is none of its 259 tokens"),
+        (&|f| f.scores.truncate(9), "it has 259 tokens, but scores for 9 of them"),
+        (&|f| f.token_type.truncate(9), "it has 259 tokens, but types for 9 of them"),
+        (
+            &|f| f.eos_token_id = Some(259),
+            "key 'tokenizer.ggml.eos_token_id': 259 is not one of its 259 tokens",
+        ),
         (&|f| f.tokens[7] = "<s>".into(), "its tokens 1 and 7 are both '<s>'"),
         (&|f| f.scores[7] = f32::NAN, "piece 7: its score is NaN"),
-        (&|f| f.token_type[7] = 9, "token 7: its type 9 is not known"),
-        (&|f| f.token_type[7] = 1, "it has pieces for bytes, and none for 0x04"),
-        (&|f| f.tokens[7] = "x".into(), "piece 7: 'x' is no byte"),
+        (&|f| f.token_type[7] = 9, "token 7: its type 9 is unknown"),
+        (&|f| f.token_type[7] = 1, "it has pieces for bytes, but none for 0x04"),
+        (&|f| f.tokens[7] = "x".into(), "piece 7: 'x' is not a byte"),
         (&|f| f.model = "gpt2".into(), "it has no merges"),
         (
             &|f| {
@@ -85,7 +88,7 @@ fn gguf_vocabularies_that_cannot_be_are_refused() {
                 f.merges = vec!["<s> <s>".into()];
                 f.pre = Some("kimi-k2".into());
             },
-            "its pre-tokenizer 'kimi-k2' is not known",
+            "its pre-tokenizer 'kimi-k2' is not supported",
         ),
     ];
     for (change, reason) in cases {
@@ -121,23 +124,23 @@ fn no_random_change_makes_a_gguf_vocabulary_panic() {
 const TOKENS: [&str; 12] =
     ["<unk>", "<s>", "</s>", "a", "b", "ab", "\u{2581}", "\u{2581}a", "", "[UNK]", "aa", "Ġ"];
 
-/// Values that can be, and once in a while one that cannot.
+/// Picks random valid values, and sometimes one invalid value.
 fn draw<T: Clone>(dice: &mut Dice, count: usize, good: &[T], bad: &[T]) -> Vec<T> {
-    let mut drawn: Vec<T> = (0..count).map(|_| dice.pick(good).clone()).collect();
+    let mut values: Vec<T> = (0..count).map(|_| dice.pick(good).clone()).collect();
     if !bad.is_empty() && dice.below(3) == 0 {
-        drawn[dice.below(count)] = dice.pick(bad).clone();
+        values[dice.below(count)] = dice.pick(bad).clone();
     }
-    drawn
+    values
 }
 
-/// Rules for characters: none, or random units, mostly as many as are said to be.
+/// Returns a character map: none, or one of random units, mostly with the declared number of units.
 fn charsmap(dice: &mut Dice) -> Vec<u8> {
     let units = dice.below(3) * 128;
     if units == 0 {
         return Vec::new();
     }
     let len = (4 * units + dice.below(8) / 7) as u32;
-    // Labels are letters of the text, or nothing would be found.
+    // Labels are letters of the test text, so that lookups match.
     let unit = |dice: &mut Dice| {
         (dice.below(1 << 9) << 10 | dice.below(4) << 8) as u32 | u32::from(*dice.pick(b"Hel123"))
     };

@@ -1,24 +1,25 @@
-//! One text while its parts merge.
+//! The merge process of one text.
 //!
-//! Invariant: the symbols lie side by side in the text and cover it; a candidate whose symbols have merged
-//! with others meanwhile is passed over.
+//! Invariant: the symbols are contiguous and cover the text; a candidate whose symbols have since merged with
+//! others is skipped.
 
 use super::{ScoredBpe, Span};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::ops::Range;
 
-/// A text while its symbols merge.
+/// A text and its symbols, which merge.
 pub struct Merging<'a> {
     bpe: &'a ScoredBpe,
     text: &'a [u8],
     symbols: Vec<Symbol>,
     queue: BinaryHeap<Reverse<Candidate>>,
-    /// For unused pieces: how long the left one was of two that could become it.
+    /// For unused pieces: the length of the left symbol of the pair that forms the piece.
     halves: HashMap<&'a [u8], usize>,
 }
 
-/// A part of the text, in a list linked by indices. One that has merged into its left neighbour is empty.
+/// A part of the text, in a list linked by indices. A symbol that has merged into its left neighbour is
+/// empty.
 struct Symbol {
     begin: usize,
     end: usize,
@@ -27,7 +28,7 @@ struct Symbol {
     next: Option<usize>,
 }
 
-/// A merge that was possible when it was queued. Ordered by rank, then from left to right.
+/// A possible merge at the time it was queued. Ordered by rank, then from left to right.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     rank: u32,
@@ -36,7 +37,7 @@ struct Candidate {
 }
 
 impl<'a> Merging<'a> {
-    /// A text of which nothing more can merge.
+    /// Splits a text into atoms and merges them as far as possible.
     pub fn new(bpe: &'a ScoredBpe, text: &'a str) -> Merging<'a> {
         let text = text.as_bytes();
         let (symbols, queue) = (symbols(bpe, text), BinaryHeap::new());
@@ -45,7 +46,7 @@ impl<'a> Merging<'a> {
         merging
     }
 
-    /// Merges neighbours until no two have a joint piece.
+    /// Merges neighbours until no two form a piece.
     fn merge(&mut self) {
         (0..self.symbols.len()).for_each(|at| self.consider(at));
         while let Some(Reverse(best)) = self.queue.pop() {
@@ -64,7 +65,7 @@ impl<'a> Merging<'a> {
         }
     }
 
-    /// Queues the merge of the symbol at `at` with its right neighbour, if there is one.
+    /// Queues the merge of the symbol `at` with its right neighbour, if they form a piece.
     fn consider(&mut self, at: usize) {
         let left = &self.symbols[at];
         let Some(right) = left.next.map(|next| &self.symbols[next]) else { return };
@@ -80,14 +81,14 @@ impl<'a> Merging<'a> {
         }
     }
 
-    /// The right one of a candidate's two symbols, unless they have merged with others meanwhile.
+    /// Returns the right symbol of a candidate, unless one of its symbols has since merged with another.
     fn still_possible(&self, candidate: Candidate) -> Option<usize> {
         let left = &self.symbols[candidate.at];
         let right = left.next.filter(|_| left.begin < left.end)?;
         (self.symbols[right].end == candidate.end).then_some(right)
     }
 
-    /// The symbols that are left, unused pieces cut again.
+    /// Returns the remaining symbols. Unused pieces are split again.
     pub fn spans(&self) -> Vec<Span> {
         let mut spans = Vec::new();
         let mut uncut: Vec<Range<usize>> = Vec::new();
@@ -110,7 +111,7 @@ impl<'a> Merging<'a> {
     }
 }
 
-/// The atoms of a text, in a list.
+/// Splits a text into a list of atoms.
 fn symbols(bpe: &ScoredBpe, text: &[u8]) -> Vec<Symbol> {
     let mut symbols: Vec<Symbol> = Vec::with_capacity(text.len());
     let mut begin = 0;

@@ -1,10 +1,10 @@
-//! Byte-pair encoding by scores: again and again the two neighbours merge whose joint piece has the best
-//! score, the leftmost of equals first. So do llama2.c, sentencepiece and tiktoken.
+//! Byte-pair encoding by scores, the algorithm of llama2.c, sentencepiece and tiktoken: repeatedly merges the
+//! two neighbours that form the piece with the best score, the leftmost pair first on ties.
 //!
-//! A rank per pair, as other byte-pair encoders use, cannot say "equal scores go from left to right", so this
-//! one is our own.
+//! Encoders with one rank per pair, such as the library's, cannot merge pairs of equal score from left to
+//! right.
 //!
-//! Invariant: the spans of a text lie side by side and cover it.
+//! Invariant: the spans of a text are contiguous and cover it.
 
 mod merging;
 
@@ -13,7 +13,7 @@ use merging::Merging;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Pieces of text and how they merge.
+/// Byte-pair encoder of scored pieces.
 #[derive(Debug)]
 pub struct ScoredBpe {
     pieces: HashMap<Box<[u8]>, Piece>,
@@ -21,14 +21,14 @@ pub struct ScoredBpe {
     atoms: Atoms,
 }
 
-/// What a text is cut into before anything merges.
+/// Units into which a text is split before merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atoms {
-    /// Characters. One that is no piece may still merge with its neighbours into one.
+    /// Characters. A character that is not a piece can still merge with its neighbours.
     Characters,
-    /// Characters. One that is no piece stays alone.
+    /// Characters. A character that is not a piece does not merge.
     KnownCharacters,
-    /// Bytes; but a text that is a piece is not cut at all.
+    /// Bytes. A text that is a piece as a whole is not split.
     Bytes,
 }
 
@@ -37,21 +37,21 @@ pub enum Atoms {
 pub struct ScoredPiece<'a> {
     pub id: u32,
     pub bytes: &'a [u8],
-    /// The best is the largest. No NaN.
+    /// Score; larger is better. Not NaN.
     pub score: f32,
     pub kind: Kind,
 }
 
-/// How a piece comes about.
+/// How a piece is formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Where neighbours merge.
+    /// By merging neighbours.
     Merged,
-    /// Where it is an atom: nothing merges into it.
+    /// Only as an atom, never by merging.
     Unmerged,
-    /// Wherever the text has it, the longest such piece first, and it merges with nothing.
+    /// Wherever it occurs in the text, the longest such piece first; it does not merge.
     Whole,
-    /// As a step to others; if it is left over, it is cut again.
+    /// By merging, as an intermediate step; if it remains, it is split again.
     Unused,
 }
 
@@ -59,20 +59,22 @@ pub enum Kind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Span {
     Piece(u32),
-    /// These bytes of the text are no piece.
+    /// Byte range of text that is not a piece.
     Unknown(Range<usize>),
 }
 
+/// Id and rank of a piece.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     id: u32,
-    /// The best score has rank 0; equal scores have equal ranks. Nothing merges into a piece without one.
+    /// Rank of the score, 0 for the best; equal scores have equal ranks. `None` if the piece is not formed by
+    /// merging.
     rank: Option<u32>,
     unused: bool,
 }
 
 impl ScoredBpe {
-    /// The encoder of these pieces. Of pieces alike, the first is taken; empty ones are left out.
+    /// Creates an encoder. Of equal pieces the first is used; empty ones are ignored.
     pub fn new(pieces: &[ScoredPiece], atoms: Atoms) -> ScoredBpe {
         let ranks = ranks(pieces);
         let mut by_bytes = HashMap::<Box<[u8]>, Piece>::with_capacity(pieces.len());
@@ -86,7 +88,7 @@ impl ScoredBpe {
         ScoredBpe { pieces: by_bytes, whole, atoms }
     }
 
-    /// The parts of a text.
+    /// Splits a text into pieces and unknown spans.
     pub fn encode(&self, text: &str) -> Vec<Span> {
         let whole = self.pieces.get(text.as_bytes()).filter(|_| self.atoms == Atoms::Bytes);
         if let Some(piece) = whole {
@@ -95,7 +97,7 @@ impl ScoredBpe {
         Merging::new(self, text).spans()
     }
 
-    /// The length of the atom that opens a text, and whether it stays as it is.
+    /// Returns the length of the first atom of a text, and whether it is excluded from merging.
     fn atom(&self, text: &[u8]) -> (usize, bool) {
         if self.atoms == Atoms::Bytes {
             return (1, false);
@@ -103,26 +105,26 @@ impl ScoredBpe {
         if let Some(len) = self.whole.longest(text) {
             return (len, true);
         }
-        // A piece may end within a character only if its maker cut it so; what is left is then taken
-        // bytewise.
+        // The text starts within a character only if a user-defined piece ended there; its rest is split into
+        // bytes.
         let len = character_len(text);
         let is_alone = self.atoms == Atoms::KnownCharacters && !self.pieces.contains_key(&text[..len]);
         (len, is_alone)
     }
 }
 
-/// The bytes of the longest character.
+/// Maximum number of bytes of a character.
 const CHARACTER_MAX: usize = 4;
 
-/// The bytes of the character that opens a text; 1 if none does.
+/// Returns the length of the first character of a text; 1 if it is not valid UTF-8.
 fn character_len(text: &[u8]) -> usize {
-    // Of a longer text, all would be looked at for each of its characters.
+    // Without the limit, each call would scan the whole text.
     let first = &text[..text.len().min(CHARACTER_MAX)];
     let valid = first.utf8_chunks().next().map_or("", |chunk| chunk.valid());
     valid.chars().next().map_or(1, char::len_utf8)
 }
 
-/// For each piece, how many different scores are better than its own.
+/// Returns the rank of each piece: the number of distinct better scores.
 fn ranks(pieces: &[ScoredPiece]) -> Vec<u32> {
     let score = |at: usize| pieces[at].score;
     let mut order: Vec<usize> = (0..pieces.len()).collect();
@@ -141,7 +143,7 @@ mod tests {
     use crate::testing::vocabularies::{Dice, soon};
     use std::collections::BTreeSet;
 
-    /// The algorithm as plainly as it can be said: look at all neighbours, join the best, begin again.
+    /// Straightforward implementation of the algorithm: merge the best pair of neighbours, and repeat.
     fn oracle(pieces: &[ScoredPiece], atoms: Atoms, text: &str) -> Vec<String> {
         let find = |bytes: &str| pieces.iter().find(|piece| piece.bytes == bytes.as_bytes());
         let whole = |text: &str| {
@@ -181,7 +183,7 @@ mod tests {
         parts.into_iter().map(|(part, _)| part).collect()
     }
 
-    /// The parts of a text; a piece's id is its place among `pieces`.
+    /// Encodes a text to the texts of its spans. A piece's id is its index in `pieces`.
     fn parts(bpe: &ScoredBpe, pieces: &[ScoredPiece], text: &str) -> Vec<String> {
         let part = |span| match span {
             Span::Piece(id) => String::from_utf8(pieces[id as usize].bytes.to_vec()).unwrap(),
@@ -204,7 +206,7 @@ mod tests {
             };
             let words: BTreeSet<String> =
                 (0..5 + dice.below(25)).map(|_| word(&mut dice, 5)).filter(|word| !word.is_empty()).collect();
-            // Few scores: many ties.
+            // Few scores give many ties.
             let pieces: Vec<ScoredPiece> = words
                 .iter()
                 .enumerate()
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_takes_no_square_of_its_length() {
+    fn the_time_is_not_quadratic_in_the_length() {
         let pieces = [piece(0, "ab", -1.0, Kind::Merged), piece(1, "<w>", 0.0, Kind::Whole)];
         let half = 400_000;
         for atoms in [Atoms::Characters, Atoms::KnownCharacters, Atoms::Bytes] {
@@ -259,7 +261,7 @@ mod tests {
         let bpe = ScoredBpe::new(&pieces, Atoms::Characters);
         assert_eq!(parts(&bpe, &pieces, "abc"), ["abc"]);
         assert_eq!(parts(&bpe, &pieces, "dab"), ["d", "a", "b"]);
-        // One that is an atom cannot be cut.
+        // An atom cannot be split.
         assert_eq!(parts(&bpe, &pieces, "z"), ["z"]);
     }
 
@@ -273,7 +275,7 @@ mod tests {
             .collect();
         let bpe = ScoredBpe::new(&pieces, Atoms::Bytes);
         assert_eq!(bpe.encode("日a"), [Span::Piece(0), Span::Piece(5)]);
-        // No two merge into "aa", so "aaa" is had only as a whole.
+        // No merge forms "aa", so "aaa" is found only as a whole text.
         assert_eq!(bpe.encode("aaa"), [Span::Piece(6)]);
         assert_eq!(bpe.encode("aaaa"), [3; 4].map(Span::Piece));
         assert_eq!(bpe.encode(""), []);

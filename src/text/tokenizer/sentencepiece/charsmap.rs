@@ -1,21 +1,21 @@
-//! The rules by which a sentencepiece model rewrites characters before it cuts the text: a double array of
-//! prefixes, and the texts that they become.
+//! Character map of a sentencepiece model, which rewrites characters during normalization: a double-array
+//! trie of prefixes, and their replacements.
 //!
 //! Layout: the length of the double array in bytes (u32), its units (u32 each, all little-endian), and then
-//! the replacements, each ended by a zero byte. A unit has, from the lowest bit: its label (8), whether a
-//! prefix ends here (1), whether its offset is in units of 256 (1), and its offset (21); the value of a
-//! prefix is the 31 low bits of the unit that its end leads to.
+//! the replacements, each terminated by a zero byte. A unit has, from the lowest bit: its label (8 bits),
+//! whether a prefix ends here (1), whether its offset is in units of 256 (1), and its offset (21). The value
+//! of a prefix is the low 31 bits of the unit that its end leads to; it is the position of the replacement.
 //!
-//! Invariant: whatever the units and replacements are, looking something up stays within them, goes on for
-//! `RULE_MAX` bytes at most, and gives no more than that.
+//! Invariant: for any units and replacements, a lookup stays within them, reads at most `RULE_MAX` bytes and
+//! returns at most as many.
 
 use anyhow::{Context, Result, ensure};
 
-/// Prefixes and what they become are characters that belong together: these are never that long, in bytes.
-/// Units can lead in circles, and one replacement could be a whole file.
+/// Maximum length of a prefix and of a replacement, in bytes; real ones are a character with its combining
+/// marks. The limit is needed since units can form cycles, and a replacement could be as long as the file.
 const RULE_MAX: usize = 256;
 
-/// Prefixes of a text and what they become.
+/// Character map: prefixes of a text and their replacements.
 #[derive(Debug)]
 pub struct Charsmap {
     units: Vec<u32>,
@@ -23,30 +23,30 @@ pub struct Charsmap {
 }
 
 impl Charsmap {
-    /// Reads the rules; `None` of no bytes, for no rules.
+    /// Parses a character map; `None` if `blob` is empty.
     pub fn read(blob: &[u8]) -> Result<Option<Charsmap>> {
         if blob.is_empty() {
             return Ok(None);
         }
-        let (len, rest) = blob.split_first_chunk::<4>().context("the rules for characters are truncated")?;
+        let (len, rest) = blob.split_first_chunk::<4>().context("the character map is truncated")?;
         let len = u32::from_le_bytes(*len) as usize;
         ensure!(
             len <= rest.len() && len.is_multiple_of(4),
-            "the rules for characters say that their index has {len} bytes, and {} are there",
+            "the character map claims an index of {len} bytes, but has {}",
             rest.len()
         );
         let (units, replacements) = rest.split_at(len);
         let (units, _) = units.as_chunks::<4>();
-        let replacements = std::str::from_utf8(replacements).context("the rules for characters")?;
+        let replacements = std::str::from_utf8(replacements).context("the character map")?;
         let longest = replacements.split('\0').map(str::len).max().unwrap_or_default();
-        ensure!(longest <= RULE_MAX, "the rules for characters have a replacement of {longest} bytes");
+        ensure!(longest <= RULE_MAX, "the character map has a replacement of {longest} bytes");
         Ok(Some(Charsmap {
             units: units.iter().map(|unit| u32::from_le_bytes(*unit)).collect(),
             replacements: replacements.to_owned(),
         }))
     }
 
-    /// The longest prefix of `text` that there is a rule for: its length, and what it becomes.
+    /// Finds the longest prefix of `text` in the map. Returns its length in bytes and its replacement.
     pub fn longest(&self, text: &str) -> Option<(usize, &str)> {
         let mut node = self.offset(0)?;
         let mut found = None;
@@ -66,13 +66,14 @@ impl Charsmap {
         Some((len, replacement.split('\0').next()?))
     }
 
+    /// Returns the offset of a unit.
     fn offset(&self, node: usize) -> Option<usize> {
         let unit = *self.units.get(node)?;
         Some(((unit >> 10) << ((unit & IN_BLOCKS) >> 6)) as usize)
     }
 }
 
-/// The label; the top bit is set in units that are values, which no label equals.
+/// Mask of a unit's label. It includes the top bit, which is set in value units, so that those match no byte.
 const LABEL: u32 = 1 << 31 | 0xff;
 const HAS_END: u32 = 1 << 8;
 const IN_BLOCKS: u32 = 1 << 9;
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
     use crate::testing::vocabularies::Dice;
 
-    /// The rules of three prefixes: "a" becomes "x", "ab" becomes nothing, "é" becomes "e".
+    /// Returns a map of three prefixes: "a" to "x", "ab" to nothing, "é" to "e".
     fn rules() -> Vec<u8> {
         let mut units = vec![0u32; 1024];
         let unit =
@@ -119,7 +120,7 @@ mod tests {
 
     #[test]
     fn units_that_lead_in_circles_and_endless_replacements_are_harmless() {
-        // After "a" the index is where it was before it.
+        // "a" leads back to the same node.
         let mut units = [0u32; 512];
         units[0] = 256 << 10;
         units[256] = 1 << 31;
@@ -142,12 +143,12 @@ mod tests {
             assert!(Charsmap::read(&whole[..end]).unwrap_err().to_string().contains("truncated"));
         }
         let error = Charsmap::read(&whole[..40]).unwrap_err().to_string();
-        assert!(error.contains("4096 bytes, and 36 are there"), "{error}");
+        assert!(error.contains("4096 bytes, but has 36"), "{error}");
         let mut dice = Dice::new(44);
         for _ in 0..3000 {
             let mut damaged = whole.clone();
             for _ in 0..20 {
-                // Where the units are that a lookup comes by.
+                // Indices of the units that a lookup visits.
                 let at = *dice.pick(&[0, 256 ^ 0x61, 512, 512 ^ 0x62, 256 ^ 0xc3, 768 ^ 0xa9, 700, 701]);
                 damaged[4 + 4 * at + dice.below(4)] = dice.below(256) as u8;
             }

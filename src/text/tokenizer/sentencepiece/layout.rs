@@ -1,8 +1,8 @@
-//! What classes of tokenizers make of a sentencepiece model: which ids its pieces have, which tokens come
-//! after them, and what stands around a text.
+//! Token ids and special tokens that a tokenizer class assigns to a sentencepiece model: the ids of its
+//! pieces, the tokens after them, and the tokens around a text.
 //!
-//! Invariant: of a class that is not known, nothing is changed; one that is known to change more than this
-//! does is refused.
+//! Invariant: an unknown class changes nothing; a class that is known to change more than this module does is
+//! rejected.
 
 use super::pieces::{Piece, PieceKind, Vocabulary};
 use crate::formats::Folder;
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
 use tokenizers::AddedToken;
 
-/// Classes that change a text, or the ids, in ways of their own.
+/// Unsupported classes, which change texts or ids in their own ways.
 const REFUSED: [&str; 22] = [
     "AlbertTokenizer",
     "BarthezTokenizer",
@@ -41,31 +41,31 @@ const REFUSED: [&str; 22] = [
     "XLNetTokenizer",
 ];
 
-/// The most tokens that a number in the settings may ask for.
+/// Maximum number of extra tokens in the settings.
 const EXTRA_MAX: u32 = 1 << 16;
 
-/// What a class makes of a model's pieces.
+/// Arrangement of a model's pieces by a class.
 #[derive(Debug, Default)]
 pub struct Layout {
     order: Order,
-    /// Tokens after the pieces and after those that the settings add.
+    /// Tokens appended after the pieces and after the tokens that the settings add.
     pub appended: Vec<AddedToken>,
 }
 
-/// Which ids the pieces have.
+/// Ids of the pieces.
 #[derive(Debug, Default)]
 enum Order {
-    /// Their places in the file.
+    /// Their positions in the file.
     #[default]
     File,
-    /// The first three in another order, and one more among them: as fairseq has it.
+    /// As in fairseq: the first three in another order, and one more among them.
     Fairseq,
-    /// Those of another file; pieces that it lacks are unknown.
+    /// Those of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
 }
 
 impl Layout {
-    /// What this class makes of the file in the folder.
+    /// Returns the layout of a class. Fails if the class is unsupported.
     pub fn of(class: &Class, settings: &Settings, folder: &Folder) -> Result<Layout> {
         let fairseq = |appended| Layout { order: Order::Fairseq, appended };
         let mask = || special("<mask>".to_owned());
@@ -86,12 +86,12 @@ impl Layout {
             Class::Xglm => fairseq((0..7).map(|i| special(format!("<madeupword{i}>"))).collect()),
             Class::M2m100 => Layout { order: Order::Mapped(map(folder)?), appended: Vec::new() },
             Class::Gpt2 | Class::Roberta | Class::Qwen2 | Class::Qwen | Class::Bert | Class::Other(_) => {
-                bail!("{class} is more than this file; it needs a {}", json::FILE)
+                bail!("{class} cannot be built from this file: it needs a {}", json::FILE)
             }
         })
     }
 
-    /// The pieces with the ids that they have for the class.
+    /// Assigns the class's ids to the pieces.
     pub fn arranged(&self, vocabulary: Vocabulary) -> Result<Vocabulary> {
         let pieces = match &self.order {
             Order::File => vocabulary.pieces,
@@ -101,7 +101,7 @@ impl Layout {
         Ok(Vocabulary { pieces, ..vocabulary })
     }
 
-    /// What stands around a text.
+    /// Returns the special tokens around a text.
     pub fn around(
         &self,
         class: &Class,
@@ -111,7 +111,7 @@ impl Layout {
     ) -> Result<Around> {
         let needed = |name: &str| id(name).with_context(|| format!("it has no token '{name}'"));
         let around = |before: Vec<u32>, after: Vec<u32>| Around { before, after, ..Around::default() };
-        let end = || eos.context("it has no token to end a text with");
+        let end = || eos.context("it has no EOS token");
         let language = |usual| needed(&language(class, settings, usual)?);
         Ok(match class {
             Class::T5 => around(vec![], vec![end()?]),
@@ -138,7 +138,7 @@ fn special(name: String) -> AddedToken {
     AddedToken::from(name, true)
 }
 
-/// The token of the language that texts are in.
+/// Returns the name of the language token.
 fn language(class: &Class, settings: &Settings, usual: &str) -> Result<String> {
     let language = settings.text("src_lang")?.unwrap_or(usual);
     Ok(match class {
@@ -147,7 +147,7 @@ fn language(class: &Class, settings: &Settings, usual: &str) -> Result<String> {
     })
 }
 
-/// The ids of pieces in `vocab.json`.
+/// Reads the ids of pieces from `vocab.json`.
 fn map(folder: &Folder) -> Result<HashMap<String, u32>> {
     let content = folder.read_needed(VOCABULARY)?;
     let read = || {
@@ -158,11 +158,12 @@ fn map(folder: &Folder) -> Result<HashMap<String, u32>> {
     read().with_context(|| folder.file(VOCABULARY).display().to_string())
 }
 
+/// Assigns fairseq's ids.
 fn fairseq(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
     let kinds: Vec<PieceKind> = pieces.iter().take(3).map(|piece| piece.kind).collect();
     ensure!(
         kinds == [PieceKind::Unknown, PieceKind::Control, PieceKind::Control],
-        "its first pieces should be the unknown one and two controls"
+        "its first pieces must be the unknown token and two control tokens"
     );
     let first = ["<s>", "<pad>", "</s>", "<unk>"].into_iter().zip(0..).map(|(text, id)| {
         let kind = if text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
@@ -171,6 +172,7 @@ fn fairseq(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
     Ok(first.chain(pieces.into_iter().skip(3).map(|piece| Piece { id: piece.id + 1, ..piece })).collect())
 }
 
+/// Assigns the ids of `vocab.json`; its tokens that are not pieces become control tokens.
 fn mapped(pieces: Vec<Piece>, ids: &HashMap<String, u32>) -> Result<Vec<Piece>> {
     let unknown = pieces.iter().find(|piece| piece.kind == PieceKind::Unknown);
     let unknown = unknown.and_then(|piece| ids.get(&piece.text));

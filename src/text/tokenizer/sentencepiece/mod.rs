@@ -1,10 +1,9 @@
-//! Sentencepiece models, as their library writes them: `tokenizer.model`, `spiece.model`,
-//! `sentencepiece.bpe.model` and the like.
+//! Sentencepiece models: `tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model` and `spm.model`.
 //!
-//! Text is cut as the sentencepiece library cuts it, ties and all; what stands around it and which ids the
-//! pieces have, the class of the tokenizer says.
+//! Texts are split exactly as by the sentencepiece library, including ties. The tokenizer class determines
+//! the special tokens around a text and the ids of the pieces.
 //!
-//! Invariant: a class that does more to a text than is done here is refused.
+//! Invariant: a class that does more to a text than this module is rejected.
 
 pub mod normalizer;
 
@@ -29,17 +28,17 @@ use prost::Message;
 use proto::{ModelProto, PieceProto};
 use std::collections::{HashMap, HashSet};
 
-/// What such files are called, in the order in which they are looked for.
+/// Names of sentencepiece model files, in order of precedence.
 pub const FILES: [&str; 4] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model"];
 
-/// What a file says.
+/// Content of a model file.
 struct Model {
     vocabulary: Vocabulary,
     bos: Option<u32>,
     eos: Option<u32>,
 }
 
-/// The tokenizer of a folder with this file.
+/// Reads the tokenizer of a folder with this model file.
 pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
     let name = || folder.file(file).display().to_string();
     let model = Model::read(content).with_context(name)?;
@@ -50,15 +49,18 @@ pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings)
 
 impl Model {
     fn read(content: &[u8]) -> Result<Model> {
-        let proto = ModelProto::decode(content).context("it is no sentencepiece model")?;
+        let proto = ModelProto::decode(content).context("it is not a sentencepiece model")?;
         let trainer = proto.trainer_spec.unwrap_or_default();
         let spec = proto.normalizer_spec.unwrap_or_default();
         let cutting = match trainer.model_type.unwrap_or(1) {
             1 => Cutting::Unigram,
             2 => Cutting::Bpe,
-            other => bail!("its model type {other} is not supported (supported: 1, unigram, and 2, BPE)"),
+            other => bail!("its model type {other} is not supported (supported: 1 (unigram), 2 (BPE))"),
         };
-        ensure!(trainer.treat_whitespace_as_suffix != Some(true), "spaces as suffixes are not supported");
+        ensure!(
+            trainer.treat_whitespace_as_suffix != Some(true),
+            "treat_whitespace_as_suffix is not supported"
+        );
         let is_on = |switch: Option<bool>| switch.unwrap_or(true);
         let pieces = (0u32..)
             .zip(proto.pieces)
@@ -108,8 +110,8 @@ fn draft(file: &str, settings: &Settings, model: Model, class: &Class, layout: L
     Ok(Draft { stages: vocabulary.stages()?, joining, pieces, added, bos, eos, around })
 }
 
-/// The tokens that the settings add, the model's own special ones unless the settings have others at their
-/// ids, and those of the class.
+/// Collects the added tokens: those of the settings, the model's special tokens unless the settings have
+/// others at their ids, and those of the class.
 fn added(settings: &Settings, vocabulary: &Vocabulary, layout: &Layout) -> Result<Vec<Added>> {
     let mut added = settings.added()?;
     let taken: HashSet<u32> = added.iter().filter_map(Added::id).collect();
@@ -119,8 +121,7 @@ fn added(settings: &Settings, vocabulary: &Vocabulary, layout: &Layout) -> Resul
     Ok(added)
 }
 
-/// Where a space is put before the text: the model says whether, and the settings may say otherwise and
-/// where.
+/// Determines where a space is added: the model's setting `own`, which the folder's settings may override.
 fn prefix(settings: &Settings, own: Prefix) -> Result<Prefix> {
     let legacy = settings.flag("legacy")?.unwrap_or(true);
     Ok(match (settings.flag("add_prefix_space")?, own) {
@@ -152,7 +153,7 @@ mod tests {
         }
     }
 
-    /// What a folder with this model is refused with.
+    /// Returns the error for a folder with this model.
     fn refusal(model: &ModelProto, config: &str) -> String {
         let scratch = crate::testing::Scratch::new();
         scratch.write("spiece.model", &model.encode_to_vec());
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn models_that_cannot_be_are_refused_by_piece() {
+    fn invalid_models_are_rejected_with_the_piece() {
         let with = |change: &dyn Fn(&mut ModelProto)| {
             let mut model = good();
             change(&mut model);
@@ -186,18 +187,18 @@ mod tests {
             (&|m| m.pieces[3].score = Some(f32::INFINITY), "piece 3: its score is inf"),
             (&|m| m.pieces[3].piece = None, "piece 3: it is empty"),
             (&|m| m.pieces[3].piece = Some("x".repeat(8000)), "piece 3: it has 8000 bytes"),
-            (&|m| m.pieces[3].kind = Some(7), "piece 3: its type 7 is not known"),
+            (&|m| m.pieces[3].kind = Some(7), "piece 3: its type 7 is unknown"),
             (&|m| m.pieces.push(piece("\u{2581}a", 0.0, 1)), "pieces 3 and 4 are both '\u{2581}a'"),
-            (&|m| m.pieces.push(piece("<0x41>", 0.0, 6)), "it has pieces for bytes, and none for 0x00"),
+            (&|m| m.pieces.push(piece("<0x41>", 0.0, 6)), "it has pieces for bytes, but none for 0x00"),
             (&|m| m.pieces[0].kind = Some(1), "it has no unknown piece"),
             (&|m| m.pieces.clear(), "it has no pieces"),
             (
                 &|m| m.trainer_spec.as_mut().unwrap().model_type = Some(3),
-                "its model type 3 is not supported (supported: 1, unigram, and 2, BPE)",
+                "its model type 3 is not supported (supported: 1 (unigram), 2 (BPE))",
             ),
             (
                 &|m| m.trainer_spec.as_mut().unwrap().treat_whitespace_as_suffix = Some(true),
-                "spaces as suffixes are not supported",
+                "treat_whitespace_as_suffix is not supported",
             ),
         ];
         for (change, reason) in cases {
@@ -206,20 +207,24 @@ mod tests {
     }
 
     #[test]
-    fn lengths_beyond_the_file_are_refused_whatever_they_claim() {
-        // A piece, the settings and the rules, each of 2^63 - 1 bytes; and a piece with such a text.
+    fn lengths_beyond_the_file_are_rejected() {
+        // A piece, the trainer spec and the normalizer spec of 2^63 - 1 bytes each, and nested fields of that
+        // length.
         let length = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
         for before in [&[0x0a][..], &[0x12], &[0x1a], &[0x0a, 0x0a, 0x0a], &[0x1a, 0x0a, 0x12]] {
             let error = format!("{:#}", Model::read(&[before, &length].concat()).err().unwrap());
-            assert!(error.contains("it is no sentencepiece model"), "{error}");
+            assert!(error.contains("it is not a sentencepiece model"), "{error}");
         }
     }
 
     #[test]
-    fn classes_that_do_more_are_refused_and_others_need_what_they_put_around_a_text() {
+    fn unsupported_classes_and_missing_special_tokens_are_rejected() {
         let cases = [
-            (r#"{"tokenizer_class": "AlbertTokenizerFast"}"#, "AlbertTokenizer is more than this file"),
-            (r#"{"tokenizer_class": "GPT2Tokenizer"}"#, "GPT2Tokenizer is more than this file"),
+            (
+                r#"{"tokenizer_class": "AlbertTokenizerFast"}"#,
+                "AlbertTokenizer cannot be built from this file",
+            ),
+            (r#"{"tokenizer_class": "GPT2Tokenizer"}"#, "GPT2Tokenizer cannot be built from this file"),
             (r#"{"tokenizer_class": "NllbTokenizer"}"#, "it has no token 'eng_Latn'"),
             (r#"{"tokenizer_class": "M2M100Tokenizer"}"#, "vocab.json: no such file"),
             (
@@ -234,6 +239,9 @@ mod tests {
         let mut bare = good();
         bare.pieces.swap(0, 1);
         let error = refusal(&bare, r#"{"tokenizer_class": "XLMRobertaTokenizer"}"#);
-        assert!(error.contains("its first pieces should be the unknown one and two controls"), "{error}");
+        assert!(
+            error.contains("its first pieces must be the unknown token and two control tokens"),
+            "{error}"
+        );
     }
 }

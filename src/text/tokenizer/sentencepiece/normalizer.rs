@@ -1,73 +1,73 @@
-//! What a sentencepiece model does to a text before it cuts it: characters are rewritten, spaces merged and
-//! spelled as U+2581, and one put before the text.
+//! Normalization by a sentencepiece model: characters are rewritten, spaces are merged and replaced by
+//! U+2581, and one is added before the text.
 //!
-//! Invariant: a text that was not empty becomes empty only if spaces are removed, and it was all spaces.
+//! Invariant: a non-empty text becomes empty only if spaces are merged and it consists of spaces.
 
 use super::charsmap::Charsmap;
 use crate::text::tokenizer::prefixes::Prefixes;
 
-/// How vocabularies spell a space.
+/// Character for a space in vocabularies.
 pub const SPACE: char = '\u{2581}';
 
-/// How texts become what the model cuts.
+/// Normalizer of a sentencepiece model.
 #[derive(Debug, Default)]
 pub struct Normalizer {
     pub charsmap: Option<Charsmap>,
-    /// Pieces that no rule changes.
+    /// User-defined pieces, which are not normalized.
     pub whole: Prefixes,
     pub prefix: Prefix,
     pub spaces: Spaces,
     pub spelling: SpaceSpelling,
 }
 
-/// Where a space is put before the text.
+/// Where a space is added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefix {
     #[default]
     Never,
-    /// Before the whole text, if it does not open with a special token.
+    /// Before the whole text, unless it starts with a special token.
     First,
-    /// There, and after every special token.
+    /// Before the whole text, and after every special token.
     Always,
 }
 
-/// What becomes of spaces.
+/// Handling of spaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spaces {
     #[default]
     Kept,
-    /// Those at the ends go, and of several side by side all but one.
+    /// Leading and trailing spaces are removed, and runs of spaces become one.
     Merged,
 }
 
-/// How a space is spelled.
+/// Representation of a space in the normalized text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SpaceSpelling {
-    /// As U+2581.
+    /// U+2581.
     #[default]
     Symbol,
-    /// As itself.
+    /// The space itself.
     Plain,
 }
 
-/// Where a part of a text stands between special tokens.
+/// Position of a segment of text between special tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// It opens the text.
+    /// At the beginning of the text.
     First,
-    /// It comes after a special token.
+    /// After a special token.
     Later,
 }
 
 impl Normalizer {
-    /// The normalized form of a text, or of a part between special tokens.
-    pub fn normalize(&self, text: &str, place: Place) -> String {
+    /// Normalizes a text, or a segment of it between special tokens.
+    pub fn normalize(&self, text: &str, position: Place) -> String {
         let rest = self.without_leading_spaces(text);
         if rest.is_empty() {
             return String::new();
         }
         let mut out = String::with_capacity(rest.len() + 3);
-        if self.is_prefixed(place) {
+        if self.is_prefixed(position) {
             out.push(self.spelling.character());
         }
         self.push_all(rest, &mut out);
@@ -77,6 +77,7 @@ impl Normalizer {
         out
     }
 
+    /// Removes leading spaces if spaces are merged.
     fn without_leading_spaces<'a>(&self, text: &'a str) -> &'a str {
         let mut rest = text;
         while self.spaces == Spaces::Merged && !rest.is_empty() {
@@ -89,14 +90,16 @@ impl Normalizer {
         rest
     }
 
-    fn is_prefixed(&self, place: Place) -> bool {
+    /// Returns whether a space is added before a segment.
+    fn is_prefixed(&self, position: Place) -> bool {
         match self.prefix {
             Prefix::Never => false,
-            Prefix::First => place == Place::First,
+            Prefix::First => position == Place::First,
             Prefix::Always => true,
         }
     }
 
+    /// Appends the normalized form of `text` to `out`.
     fn push_all(&self, text: &str, out: &mut String) {
         let mut rest = text;
         let mut follows_space = true;
@@ -115,7 +118,7 @@ impl Normalizer {
         }
     }
 
-    /// How many bytes of the text come next, and what they become.
+    /// Returns the length in bytes of the next unit of the text, and its replacement.
     fn first<'a>(&'a self, text: &'a str) -> (usize, &'a str) {
         if let Some(whole) = self.whole.longest(text.as_bytes()) {
             return (whole, &text[..whole]);

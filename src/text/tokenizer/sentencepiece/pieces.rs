@@ -1,7 +1,7 @@
-//! A vocabulary of scored pieces, whichever file it came from, and the stages it makes.
+//! Vocabularies of scored pieces, from sentencepiece or GGUF files, and the pipeline components built from
+//! them.
 //!
-//! Invariant: every id is below the limit, every score finite, and no two pieces that text can become are
-//! alike.
+//! Invariant: every id is below the limit, every score is finite, and no two text pieces are equal.
 
 use super::charsmap::Charsmap;
 use super::normalizer::{Normalizer, Prefix, SPACE, SpaceSpelling, Spaces};
@@ -15,10 +15,10 @@ use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, HashMap};
 use tokenizers::AddedToken;
 
-/// Longer pieces are no text; sentencepiece refuses them too. In bytes.
+/// Exclusive upper limit of a piece's length in bytes, as in the sentencepiece library.
 const PIECE_MAX: usize = 8000;
 
-/// A piece with its id.
+/// A piece of a vocabulary.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
     pub id: u32,
@@ -27,28 +27,28 @@ pub struct Piece {
     pub kind: PieceKind,
 }
 
-/// The part that a piece plays, by the numbers that sentencepiece and GGUF give it.
+/// Type of a piece, as numbered by sentencepiece and GGUF.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceKind {
     Normal,
-    /// What stands for text that no piece is.
+    /// The token for text that no piece covers.
     Unknown,
-    /// Never text.
+    /// Control token; text never becomes it.
     Control,
-    /// Taken wherever the text has it.
+    /// Used wherever it occurs in the text.
     UserDefined,
     Unused,
     Byte,
 }
 
-/// How texts are cut into pieces.
+/// Algorithm that splits texts into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cutting {
     Bpe,
     Unigram,
 }
 
-/// A vocabulary, and what is done to a text before it is cut.
+/// A vocabulary of pieces, and the normalization of texts.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
     pub pieces: Vec<Piece>,
@@ -60,7 +60,7 @@ pub struct Vocabulary {
 }
 
 impl PieceKind {
-    /// The kind of that number.
+    /// Returns the type with this number.
     pub fn of(number: i64) -> Result<PieceKind> {
         Ok(match number {
             1 => PieceKind::Normal,
@@ -69,17 +69,18 @@ impl PieceKind {
             4 => PieceKind::UserDefined,
             5 => PieceKind::Unused,
             6 => PieceKind::Byte,
-            other => bail!("its type {other} is not known"),
+            other => bail!("its type {other} is unknown"),
         })
     }
 
+    /// Returns whether text can become the piece.
     fn is_text(self) -> bool {
         matches!(self, PieceKind::Normal | PieceKind::UserDefined | PieceKind::Unused)
     }
 }
 
 impl Vocabulary {
-    /// An error that names the first piece that cannot be.
+    /// Checks all pieces. An error names the first invalid one.
     pub fn check(&self) -> Result<()> {
         let mut texts = HashMap::new();
         for piece in &self.pieces {
@@ -100,7 +101,7 @@ impl Vocabulary {
         Ok(())
     }
 
-    /// What each id spells; controls spell their names.
+    /// Returns the bytes of each id; those of control tokens are their names.
     pub fn spelled(&self) -> BTreeMap<u32, Vec<u8>> {
         let spell = |piece: &Piece| match (piece.kind, byte_of_name(&piece.text)) {
             (PieceKind::Byte, Some(byte)) => vec![byte],
@@ -110,13 +111,14 @@ impl Vocabulary {
         self.pieces.iter().map(|piece| (piece.id, spell(piece))).collect()
     }
 
-    /// Controls and the unknown piece: a text with their names means them.
+    /// Returns the control tokens and the unknown token, which are found by name in a text.
     pub fn specials(&self) -> impl Iterator<Item = (u32, AddedToken)> {
         let special = |piece: &&Piece| matches!(piece.kind, PieceKind::Control | PieceKind::Unknown);
         self.pieces.iter().filter(special).map(|piece| (piece.id, AddedToken::from(&piece.text, true)))
     }
 
-    /// What becomes of spaces that open a text, which the model put there or would not have left there.
+    /// Returns how leading spaces of a decoded text are handled, according to how normalization adds or
+    /// removes them.
     pub fn opening(&self) -> Opening {
         match (self.spaces, self.prefix) {
             (Spaces::Merged, _) => Opening::AllDropped,
@@ -125,7 +127,7 @@ impl Vocabulary {
         }
     }
 
-    /// The stages that cut texts into these pieces.
+    /// Builds the pipeline components that encode texts to these pieces.
     pub fn stages(&self) -> Result<Stages> {
         let pieces: Vec<ScoredPiece> = self.pieces.iter().filter_map(scored).collect();
         let way = match self.cutting {
@@ -148,27 +150,28 @@ impl Vocabulary {
         })
     }
 
-    /// What becomes of text that is no piece: its bytes if there are pieces for all, else the unknown piece.
+    /// Returns how text without a piece is encoded: as bytes if there are pieces for all bytes, otherwise as
+    /// the unknown token.
     fn unknown(&self) -> Result<Unknown> {
         let mut bytes = Box::new([None; 256]);
         for piece in self.pieces.iter().filter(|piece| piece.kind == PieceKind::Byte) {
             let byte = byte_of_name(&piece.text);
-            let byte = byte.with_context(|| format!("piece {}: '{}' is no byte", piece.id, piece.text))?;
+            let byte = byte.with_context(|| format!("piece {}: '{}' is not a byte", piece.id, piece.text))?;
             bytes[usize::from(byte)] = Some(piece.id);
         }
         if let Some(missing) = bytes.iter().position(Option::is_none) {
             ensure!(
                 bytes.iter().all(Option::is_none),
-                "it has pieces for bytes, and none for {missing:#04x}"
+                "it has pieces for bytes, but none for {missing:#04x}"
             );
             let unknown = self.pieces.iter().find(|piece| piece.kind == PieceKind::Unknown);
             return Ok(Unknown::Token(unknown.context("it has no unknown piece")?.id));
         }
-        Ok(Unknown::Bytes(Box::new(bytes.map(|id| id.expect("none is missing; this is a bug")))))
+        Ok(Unknown::Bytes(Box::new(bytes.map(|id| id.expect("no byte is missing; this is a bug")))))
     }
 }
 
-/// The piece as text is cut into it, if it can be.
+/// Converts a piece for the encoders; `None` if text cannot become it.
 fn scored(piece: &Piece) -> Option<ScoredPiece<'_>> {
     let kind = match piece.kind {
         PieceKind::Normal => Kind::Merged,

@@ -1,10 +1,10 @@
-//! The protocol buffers of a sentencepiece model, as far as they bear on how text is cut.
+//! Protocol buffer messages of a sentencepiece model, restricted to the fields that affect encoding.
 //!
-//! Invariant: numbers and defaults are those of sentencepiece_model.proto.
+//! Invariant: field numbers and defaults are those of sentencepiece_model.proto.
 
 use prost::Message;
 
-/// A whole file.
+/// A sentencepiece model file.
 #[derive(Clone, PartialEq, Message)]
 pub struct ModelProto {
     #[prost(message, repeated, tag = "1")]
@@ -15,34 +15,35 @@ pub struct ModelProto {
     pub normalizer_spec: Option<NormalizerSpec>,
 }
 
+/// A piece of the vocabulary.
 #[derive(Clone, PartialEq, Message)]
 pub struct PieceProto {
     #[prost(string, optional, tag = "1")]
     pub piece: Option<String>,
     #[prost(float, optional, tag = "2")]
     pub score: Option<f32>,
-    /// Of the numbers in `PieceKind`; 1 if it is absent.
+    /// Number of the `PieceKind`. Default: 1.
     #[prost(int32, optional, tag = "3")]
     pub kind: Option<i32>,
 }
 
-/// How the model was trained.
+/// Training parameters of the model.
 #[derive(Clone, PartialEq, Message)]
 pub struct TrainerSpec {
-    /// 1 is unigram, and so is an absent one; 2 is BPE, 3 words, 4 characters.
+    /// 1 is unigram, 2 is BPE, 3 is words, 4 is characters. Default: 1.
     #[prost(int32, optional, tag = "3")]
     pub model_type: Option<i32>,
     #[prost(bool, optional, tag = "24")]
     pub treat_whitespace_as_suffix: Option<bool>,
-    /// 1 if it is absent, and -1 for none.
+    /// Id of BOS; -1 for none. Default: 1.
     #[prost(int32, optional, tag = "41")]
     pub bos_id: Option<i32>,
-    /// 2 if it is absent, and -1 for none.
+    /// Id of EOS; -1 for none. Default: 2.
     #[prost(int32, optional, tag = "42")]
     pub eos_id: Option<i32>,
 }
 
-/// What is done to a text first. The switches are on if they are absent.
+/// Normalization parameters. The switches default to true.
 #[derive(Clone, PartialEq, Message)]
 pub struct NormalizerSpec {
     #[prost(bytes = "vec", optional, tag = "2")]

@@ -1,32 +1,32 @@
-//! Every kind of vocabulary against the library it belongs to: sentencepiece, transformers, tiktoken,
+//! Comparison of every kind of vocabulary with its reference library: sentencepiece, transformers, tiktoken,
 //! llama.cpp.
 //!
-//! Invariant: a text's ids are the library's, one by one, and so is the text of ids.
+//! Invariant: token ids and decoded texts equal those of the library.
 
 use super::fixtures::{Case, folders, ggufs, texts, vocabulary};
 use crate::text::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::path::Path;
 
-/// What the library says, as ids.
+/// Parses recorded ids.
 fn ids(value: &Value) -> Vec<u32> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-/// Where we depart from llama.cpp: in which case, in texts with what, and why.
+/// Known differences from llama.cpp: the case, a substring of the affected texts, and the reason.
 const DEPARTURES: [(&str, &str, &str); 9] = [
-    ("llama", "<tool>", "pieces that users define are no special tokens: no space is put after them"),
-    ("t5", "\u{ad}", "a rule's own spaces are not merged"),
-    ("t5", "\u{2581}", "spaces at the end go, however they are spelled"),
-    ("bert", "\u{b}", "control characters are left out"),
-    ("bert", "\u{93f}", "of marks, only those without width are left out"),
-    ("qwen2", "\u{301}", "characters are composed"),
-    ("qwen2", "\u{3099}", "characters are composed"),
-    ("qwen2", "\u{1100}", "characters are composed"),
-    ("qwen2", "\u{212a}", "characters are composed"),
+    ("llama", "<tool>", "user-defined pieces are not special tokens: no space is added after them"),
+    ("t5", "\u{ad}", "spaces from the character map are not merged"),
+    ("t5", "\u{2581}", "trailing spaces are removed, whether written as U+2581 or not"),
+    ("bert", "\u{b}", "control characters are removed"),
+    ("bert", "\u{93f}", "only non-spacing marks are removed"),
+    ("qwen2", "\u{301}", "texts are normalized to NFC"),
+    ("qwen2", "\u{3099}", "texts are normalized to NFC"),
+    ("qwen2", "\u{1100}", "texts are normalized to NFC"),
+    ("qwen2", "\u{212a}", "texts are normalized to NFC"),
 ];
 
-/// The texts whose ids are not the library's.
+/// Returns the texts whose ids differ from the library's.
 fn differing(case: &Case) -> Vec<String> {
     let Case { name, tokenizer, answers } = case;
     let [before, after] = ["before", "after"].map(|key| ids(&answers[key]));
@@ -61,7 +61,7 @@ fn gguf_vocabularies_encode_as_llama_cpp_does() {
     }
     departures.sort_unstable();
     departures.dedup();
-    assert_eq!(departures.len(), DEPARTURES.len(), "one is none any more: {departures:?}");
+    assert_eq!(departures.len(), DEPARTURES.len(), "a known difference no longer occurs: {departures:?}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn texts_come_back_from_the_ids_of_vocabularies_that_lose_nothing() {
     let kept = ["llama", "ties, no prefix, EOS", "gpt2", "roberta", "ranks alone", "own pattern"];
     let mut compared = 0;
     for Case { name, tokenizer, .. } in folders().iter().filter(|case| kept.contains(&case.name.as_str())) {
-        // Special tokens stand for themselves; the space that a model puts after one is its own.
+        // Texts with special tokens are excluded, since models add a space after them.
         for text in texts().iter().filter(|text| !text.contains(['<', '\u{2581}'])) {
             let ids = tokenizer.encode(text, true).unwrap();
             assert_eq!(tokenizer.decode(&ids, true).unwrap(), *text, "{name}");

@@ -1,7 +1,7 @@
-//! Files that are not what they should be: truncated, contradictory, without sense.
+//! Tests with damaged files: truncated, contradictory, meaningless.
 //!
-//! Invariant: each is an error that names the file, or harmless; nothing panics, and no number in a file asks
-//! for more than the limit on ids allows.
+//! Invariant: each is an error that names the file, or harmless; nothing panics, and no number in a file
+//! causes larger allocations than the limit on ids allows.
 
 use super::fixtures::lay;
 use crate::testing::Scratch;
@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 const TEXT: &str = "Hello  there, 日本 \u{1f600}\t<s>123 the\u{301}\u{feff} <tool>";
 
-/// What a folder of these files is refused with.
+/// Returns the error for a folder of these files.
 fn refusal(files: &Value) -> String {
     format!("{:#}", Tokenizer::from_folder(&lay(files).folder()).unwrap_err())
 }
 
-/// A folder whose files are texts.
+/// Writes a folder of files with the given content.
 fn written(files: &[(&str, &[u8])]) -> Scratch {
     let scratch = Scratch::new();
     files.iter().for_each(|(name, content)| _ = scratch.write(name, content));
@@ -46,7 +46,7 @@ fn the_first_kind_is_taken_and_a_damaged_one_is_not_passed_over() {
 }
 
 #[test]
-fn vocabularies_of_pairs_are_refused_by_file_and_line() {
+fn invalid_merges_are_rejected_with_file_and_line() {
     let pairs = |vocabulary: &str, merges: &str| {
         refused(&[("vocab.json", vocabulary.as_bytes()), ("merges.txt", merges.as_bytes())])
     };
@@ -72,7 +72,7 @@ fn vocabularies_of_pairs_are_refused_by_file_and_line() {
         (
             refusal(&json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt",
                 "tokenizer_config.json": {"tokenizer_class": "CLIPTokenizer"}})),
-            "vocab.json: CLIPTokenizer is more than this and merges.txt; it needs a tokenizer.json",
+            "vocab.json: CLIPTokenizer cannot be built from this file and merges.txt: it needs a tokenizer.json",
         ),
     ];
     for (error, reason) in cases {
@@ -93,12 +93,12 @@ fn settings_that_contradict_a_vocabulary_are_refused() {
             with(json!({"added_tokens_decoder": {"one": {"content": "<x>"}}})),
             "added_tokens_decoder'.one: invalid digit",
         ),
-        (with(json!({"added_tokens_decoder": {"1000": {"content": 7}}})), "is not a token's name"),
-        (with(json!({"added_tokens_decoder": {"1000": {"content": ""}}})), "is not a token's name"),
+        (with(json!({"added_tokens_decoder": {"1000": {"content": 7}}})), "is not a token name"),
+        (with(json!({"added_tokens_decoder": {"1000": {"content": ""}}})), "is not a token name"),
         (with(json!({"added_tokens_decoder": {"4294967295": {"content": "<x>"}}})), "ids must be below"),
         (
             refusal(&json!({"vocab.txt": "vocab.txt", "added_tokens.json": {"": 900}})),
-            "added_tokens.json: key '': it is no token's name",
+            "added_tokens.json: key '': not a token name",
         ),
         (
             refusal(&json!({"spiece.model": "unigram.model", "vocab.json": {"<unk>": 0, "b": 1, "a": 1},
@@ -118,7 +118,7 @@ fn settings_that_contradict_a_vocabulary_are_refused() {
             refusal(
                 &json!({"vocab.txt": "vocab.txt", "tokenizer_config.json": {"tokenizer_class": "FunnelTokenizer"}}),
             ),
-            "vocab.txt: FunnelTokenizer is more than this",
+            "vocab.txt: FunnelTokenizer cannot be built from this file",
         ),
         (refused(&[("vocab.txt", b"the\n##re\n")]), "vocab.txt: it has no token '[UNK]'"),
         (refused(&[("vocab.txt", b"[UNK]\n\xff\n")]), "vocab.txt: invalid utf-8"),
@@ -129,27 +129,27 @@ fn settings_that_contradict_a_vocabulary_are_refused() {
 }
 
 #[test]
-fn files_of_ranks_are_refused_by_line() {
+fn invalid_rank_files_are_rejected_with_the_line() {
     let all = std::fs::read_to_string(lay(&json!({"x": "ranks.tiktoken"})).path().join("x")).unwrap();
     let ranks = |content: &str| refused(&[("x.tiktoken", content.as_bytes())]);
     let cases = [
-        (ranks("IQ== 0\nIg=\n"), "x.tiktoken: line 2: it is not a token in base 64 and a rank"),
-        (ranks("IQ== 0\nIg= 1\n"), "line 2: 'Ig=' is no base 64"),
-        (ranks("IQ== 0\nIg== one\n"), "line 2: 'one' is no rank"),
-        (ranks("IQ== 0\n\nIQ== 1\n"), "line 3: its token is that of a line before"),
-        (ranks("IQ== 0\nIg== 0\n"), "line 2: its rank 0 is that of a line before"),
+        (ranks("IQ== 0\nIg=\n"), "x.tiktoken: line 2: expected a token in base64 and a rank"),
+        (ranks("IQ== 0\nIg= 1\n"), "line 2: 'Ig=' is not base64"),
+        (ranks("IQ== 0\nIg== one\n"), "line 2: 'one' is not a rank"),
+        (ranks("IQ== 0\n\nIQ== 1\n"), "line 3: its token is a duplicate"),
+        (ranks("IQ== 0\nIg== 0\n"), "line 2: its rank 0 is a duplicate"),
         (ranks("IQ== 16777216\n"), "line 1: its rank is 16777216: ranks must be below"),
         (ranks("IQ== 0\n"), "x.tiktoken: it has no token for the byte 0x00"),
         (refused(&[("x.tiktoken", b"\xff\xfe")]), "x.tiktoken: invalid utf-8"),
         (
             refused(&[("a.tiktoken", all.as_bytes()), ("b.tiktoken", all.as_bytes())]),
-            "both a.tiktoken and b.tiktoken are files of ranks",
+            "both a.tiktoken and b.tiktoken are rank files",
         ),
         (
             refusal(
                 &json!({"x.tiktoken": "ranks.tiktoken", "tokenizer_config.json": {"tokenizer_class": "Kimi"}}),
             ),
-            "what splits the texts of Kimi is not known",
+            "the split pattern of Kimi is not known",
         ),
         (
             refusal(&json!({"x.tiktoken": "ranks.tiktoken", "tokenizer_config.json": {"pat_str": "(a"}})),
@@ -161,12 +161,12 @@ fn files_of_ranks_are_refused_by_line() {
     }
 }
 
-/// Reads it, and encodes and decodes if it can be read. Returns whether it could.
+/// Encodes and decodes with a tokenizer, if it was read. Returns whether it was.
 pub fn survives(tokenizer: anyhow::Result<Tokenizer>) -> bool {
     let Ok(tokenizer) = tokenizer else { return false };
     let ids = tokenizer.encode(TEXT, true).unwrap();
     assert!(ids.iter().all(|id| (*id as usize) < tokenizer.vocab_size()), "{ids:?}");
-    // Some other ids beside, above all large ones.
+    // Further ids, especially large ones.
     let ids = ids.into_iter().chain([0, 7, u32::MAX, tokenizer.vocab_size() as u32]);
     tokenizer.decode(&ids.collect::<Vec<_>>(), false).unwrap();
     true
@@ -178,7 +178,7 @@ fn no_random_damage_makes_a_folder_panic() {
     let config = |class: &str| json!({"tokenizer_class": class});
     let roles = json!({"bos_token": "<s>", "added_tokens_decoder": {"1000": {"content": "<x>"}}});
     let pairs = |other: Value| json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt", "tokenizer_config.json": other});
-    // Each with the name of the file that is damaged.
+    // Each with the name of the file to damage.
     let folders = [
         ("tokenizer.model", json!({"tokenizer.model": "fallback.model"})),
         (

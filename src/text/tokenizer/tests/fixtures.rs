@@ -1,28 +1,27 @@
-//! The small vocabularies of tests/fixtures/tokenizers, with the answers of the libraries that they belong
-//! to.
+//! The small vocabularies of tests/fixtures/tokenizers, with the recorded results of their reference
+//! libraries.
 //!
-//! Invariant: nothing here knows how any of them should be read.
+//! Invariant: this module contains no knowledge of how the vocabularies are read.
 
 use crate::testing::Scratch;
 use crate::text::tokenizer::{GgufVocabulary, Tokenizer};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A tokenizer and what its library says of it.
+/// A tokenizer and the recorded results of its library.
 pub(crate) struct Case {
     pub name: String,
     pub tokenizer: Tokenizer,
-    /// What the library says: ids of every text, and what else it was asked. For a GGUF file, `all` has its
-    /// keys.
+    /// Results of the library: the ids of every text, and more. For a GGUF file, `all` contains its keys.
     pub answers: Value,
 }
 
-/// What is encoded.
+/// Returns the texts to encode.
 pub(crate) fn texts() -> Vec<String> {
     serde_json::from_value(read("texts.json")).unwrap()
 }
 
-/// Vocabularies that lie in folders.
+/// Returns the vocabularies in folders.
 pub(crate) fn folders() -> Vec<Case> {
     let case = |answers: &Value| {
         let scratch = lay(&answers["files"]);
@@ -31,7 +30,7 @@ pub(crate) fn folders() -> Vec<Case> {
     read("folders.json").as_array().unwrap().iter().map(case).collect()
 }
 
-/// Vocabularies that lie in GGUF files.
+/// Returns the vocabularies in GGUF files.
 pub(crate) fn ggufs() -> Vec<Case> {
     let all = read("gguf.json");
     let case = |answers: &Value| {
@@ -45,7 +44,7 @@ pub(crate) fn ggufs() -> Vec<Case> {
     all["cases"].as_array().unwrap().iter().map(case).collect()
 }
 
-/// A folder of these files: each a fixture's name, or what stands in it.
+/// Writes a folder of files: each value is a fixture's name, or the file's JSON content.
 pub(crate) fn lay(files: &Value) -> Scratch {
     let scratch = Scratch::new();
     for (name, source) in files.as_object().unwrap() {
@@ -58,7 +57,7 @@ pub(crate) fn lay(files: &Value) -> Scratch {
     scratch
 }
 
-/// A GGUF file's keys.
+/// Converts a GGUF file's keys.
 pub(crate) fn vocabulary(keys: &Value) -> GgufVocabulary {
     fn list<T: serde::de::DeserializeOwned>(value: &Value) -> Vec<T> {
         serde_json::from_value(value.clone()).unwrap_or_default()

@@ -1,6 +1,4 @@
-//! Tokenizers of every kind, asked what anybody asks of them.
-//!
-//! Invariant: what holds for one kind is tried on all of them.
+//! Tests of the common interface with tokenizers of every kind.
 
 mod answers;
 
@@ -16,8 +14,8 @@ use serde_json::{Value, json};
 #[test]
 fn our_decoding_is_the_librarys() {
     let mut dice = Dice::new(21);
-    // The library turns a whole run of bytes that holds one wrong one into U+FFFD, valid characters among
-    // them; ours keeps those. So byte tokens are left out where runs matter.
+    // The library replaces a whole run of bytes with one invalid byte by U+FFFD, including valid characters,
+    // which our decoding keeps. So byte tokens are excluded where runs matter.
     for (sample, left_out) in [(byte_level(), 0..0), (byte_fallback(), 3..259)] {
         let tokenizer = hub(&sample, None).unwrap();
         assert_ne!(tokenizer.joining(), Joining::Library);
@@ -55,13 +53,13 @@ fn text_survives_encoding_and_decoding() {
 }
 
 #[test]
-fn a_token_is_found_by_its_name_and_a_name_that_is_none_is_not() {
+fn tokens_are_found_by_name() {
     let fallback = hub(&byte_fallback(), None).unwrap();
     assert_eq!((fallback.token_id("</s>"), fallback.token_id("the")), (Some(2), Some(266)));
     for name in ["<mask>", "", "the the"] {
         assert_eq!(fallback.token_id(name), None, "{name:?}");
     }
-    // What such a vocabulary does not know is one token too: the unknown one.
+    // In such a vocabulary an unknown name is one token too: the unknown token.
     let words = hub(&word_piece(), None).unwrap();
     assert_eq!((words.token_id("the"), words.token_id("zzz")), (Some(2), None));
 }
@@ -165,7 +163,7 @@ fn truncation_and_padding_in_the_file_are_left_out() {
 }
 
 #[test]
-fn files_that_cannot_be_are_refused_by_name() {
+fn invalid_files_are_rejected_by_name() {
     let with = |key: &str, value: Value| {
         let mut sample = byte_level();
         *sample.pointer_mut(key).unwrap() = value;
@@ -180,10 +178,10 @@ fn files_that_cannot_be_are_refused_by_name() {
         (json!({"model": {"type": "Nonsense"}}), None, "tokenizer.json"),
         (with("/model/merges", json!([["Ġ", "absent"]])), None, "absent"),
         (with("/model/merges", json!([["two words", "two words"]])), None, "tokenizer.json"),
-        (with("/model/merges", json!([["</s>", "</s>"]])), None, "its parts do not fit together"),
+        (with("/model/merges", json!([["</s>", "</s>"]])), None, "its components are inconsistent"),
         (with("/model", bpe(1 << 24)), None, "ids must be below"),
         (with("/model", bpe(u32::MAX)), None, "tokenizer.json"),
-        (beyond, None, "tokenizer.json: it puts token 270 around a text, and has 270 tokens"),
+        (beyond, None, "tokenizer.json: it adds token 270 around a text, but has 270 tokens"),
         (good(), Some(json!({"bos_token": "<bos>"})), "key 'bos_token': tokenizer.json has no token '<bos>'"),
         (good(), Some(json!({"eos_token": {"content": "<e>"}})), "key 'eos_token': tokenizer.json has no"),
         (good(), Some(json!({"eos_token": 2})), "tokenizer_config.json"),

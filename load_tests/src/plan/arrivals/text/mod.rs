@@ -1,6 +1,6 @@
-//! Arrival processes as texts, both ways.
+//! Parsing and formatting of arrival processes.
 //!
-//! Invariant: what is shown reads back as the same process, to the nanosecond; a trace alone has no text.
+//! Invariant: except for a trace, the formatted text parses back to the same process, to the nanosecond.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -11,12 +11,12 @@ const EXPECTED: &str = "expected all, constant:R, poisson:R, gamma:R:SHAPE, ramp
 
 const GAP_MIN: Duration = Duration::from_micros(1);
 const DAY: Duration = Duration::from_secs(86_400);
-/// Requests per second; the ends of what a gap may be.
+/// Minimum rate in requests per second; with the maximum, it matches the bounds of a gap.
 const RATE_MIN: f64 = 1.0 / 86_400.0;
 const RATE_MAX: f64 = 1e6;
 const SHAPE_MIN: f64 = 0.01;
 const SHAPE_MAX: f64 = 1e4;
-/// More than any machine has ports for.
+/// Maximum number of users; more than a machine has ports.
 const USERS_MAX: usize = 100_000;
 
 impl FromStr for Arrivals {
@@ -44,18 +44,18 @@ impl FromStr for Arrivals {
     }
 }
 
-/// A rate or a mean gap.
+/// Parses a rate or a mean gap into a gap.
 fn parse_gap(text: &str) -> Result<Duration, String> {
     let Some(rate) = text.strip_suffix("/s") else { return parse_time(text, GAP_MIN) };
     let rate: f64 =
         rate.parse().map_err(|_| format!("'{text}' is not a rate such as 20/s or a gap such as 50ms"))?;
     if !(RATE_MIN..=RATE_MAX).contains(&rate) {
-        return Err(format!("a rate of {text} is not within one a day and 1000000/s"));
+        return Err(format!("the rate {text} is not between one per day and 1000000/s"));
     }
     Ok(Duration::from_secs_f64(1.0 / rate))
 }
 
-/// A time of at least `min` and at most a day.
+/// Parses a time of at least `min` and at most a day.
 fn parse_time(text: &str, min: Duration) -> Result<Duration, String> {
     let units = [("us", 1e6), ("ms", 1e3), ("s", 1.0)];
     let unit = units.iter().find_map(|(unit, per_s)| Some((text.strip_suffix(unit)?, per_s)));
@@ -63,7 +63,7 @@ fn parse_time(text: &str, min: Duration) -> Result<Duration, String> {
     let number: f64 =
         number.parse().map_err(|_| format!("'{text}' is not a time such as 50ms, 2s or 500us"))?;
     if !(min.as_secs_f64()..=DAY.as_secs_f64()).contains(&(number / per_s)) {
-        return Err(format!("a time of {text} is not within {} and a day", ShownTime(min)));
+        return Err(format!("the time {text} is not between {} and one day", ShownTime(min)));
     }
     Ok(Duration::from_secs_f64(number / per_s))
 }
@@ -83,18 +83,18 @@ fn parse_ramp(kind: RampKind, rates: &str, over: &str) -> Result<Arrivals, Strin
         return Err("a ramp cannot end at 0: no request would be due after it".into());
     }
     if from == 0.0 && kind == RampKind::Exponential {
-        return Err("an exponential ramp cannot begin at 0: nothing grows from there".into());
+        return Err("an exponential ramp cannot start at 0".into());
     }
     Ok(Arrivals::Ramp { from, to, over: parse_time(over, GAP_MIN)?, kind })
 }
 
-/// Requests per second; 0, or within the bounds.
+/// Parses a rate in requests per second: 0, or within the bounds.
 fn parse_rate(text: &str) -> Result<f64, String> {
     let number = text.strip_suffix("/s").unwrap_or(text);
     let rate = number.parse().ok().filter(|rate| *rate == 0.0 || (RATE_MIN..=RATE_MAX).contains(rate));
-    // Negative zero is zero.
+    // Turns negative zero into zero.
     rate.map(f64::abs).ok_or_else(|| {
-        format!("'{text}' is not a rate: expected a number per second from one a day to 1000000, or 0")
+        format!("'{text}' is not a rate: expected requests per second from one per day to 1000000, or 0")
     })
 }
 
@@ -124,12 +124,12 @@ impl fmt::Display for Arrivals {
     }
 }
 
-/// A gap of whole milliseconds as it is; another as a rate where that says just the same and is shorter, as 3/s is
-/// for 333.333333ms.
+/// Formats a gap. A gap of whole milliseconds is shown as a time; any other as a rate if that is exact and
+/// shorter, such as 3/s for 333.333333ms.
 struct ShownGap(Duration);
 
 impl ShownGap {
-    /// The rate of fewest decimals that is this gap to the nanosecond.
+    /// Returns the rate with the fewest decimals that equals this gap to the nanosecond.
     fn as_rate(&self) -> Option<String> {
         let rate = 1.0 / self.0.as_secs_f64();
         (0..=6).map(|decimals| format!("{rate:.decimals$}/s")).find(|rate| parse_gap(rate) == Ok(self.0))
@@ -145,7 +145,7 @@ impl fmt::Display for ShownGap {
     }
 }
 
-/// A time with its unit and all its digits, of which a nanosecond is the last.
+/// Formats a time with its unit, exact to the nanosecond.
 struct ShownTime(Duration);
 
 impl fmt::Display for ShownTime {

@@ -1,6 +1,6 @@
-//! The text forms, both ways, and what is none.
+//! Tests of parsing and formatting arrival processes, and of invalid texts.
 //!
-//! Invariant: what is said of one process here is compared with a process built by hand, or with its own text.
+//! Invariant: a parsed process is compared with one built by hand, or with its own text.
 
 use super::*;
 use crate::plan::draws::{Draws, Purpose};
@@ -52,7 +52,7 @@ fn what_is_shown_is_short_and_reads_back() {
     assert_eq!(Arrivals::Trace([Duration::ZERO].into()).to_string(), "trace");
 }
 
-/// An arrival process of any kind, its numbers spread evenly over their magnitudes.
+/// Returns a random arrival process with log-uniform parameters.
 fn any(draws: &mut Draws) -> Arrivals {
     let within = |draws: &mut Draws, low: f64, high: f64| low * f64::powf(high / low, draws.unit());
     let gap = |draws: &mut Draws| Duration::from_secs_f64(within(draws, 1e-6, 86_400.0));
@@ -75,7 +75,7 @@ fn whatever_is_shown_reads_back_to_the_nanosecond_and_the_last_digit() {
         let arrivals = any(&mut draws);
         assert_eq!(arrivals.to_string().parse(), Ok(arrivals.clone()), "{arrivals}");
     }
-    // Rates of few digits, as people write them, in the same few digits or as a whole number of milliseconds.
+    // Rates with few digits are shown with as few digits or as a whole number of milliseconds.
     for tenths in 1..20_000 {
         let text = format!("poisson:{}/s", f64::from(tenths) / 10.0);
         let shown = parsed(&text).to_string();
@@ -89,7 +89,7 @@ fn whatever_is_shown_reads_back_to_the_nanosecond_and_the_last_digit() {
 
 #[test]
 fn nonsense_is_refused_and_told_what_is_expected() {
-    for (text, said) in [
+    for (text, expected) in [
         ("", "expected all"),
         ("all:5", "expected all"),
         ("constant", "expected all"),
@@ -100,38 +100,38 @@ fn nonsense_is_refused_and_told_what_is_expected() {
         ("poisson:", "not a time such as 50ms"),
         ("poisson:5h", "not a time such as 50ms"),
         ("poisson:5 ms", "not a time such as 50ms"),
-        ("poisson:0", "not within 1us and a day"),
-        ("poisson:-1", "not within 1us and a day"),
-        ("poisson:NaN", "not within 1us and a day"),
-        ("constant:infs", "not within 1us and a day"),
-        ("constant:1e300", "not within 1us and a day"),
-        ("constant:86401s", "not within 1us and a day"),
+        ("poisson:0", "not between 1us and one day"),
+        ("poisson:-1", "not between 1us and one day"),
+        ("poisson:NaN", "not between 1us and one day"),
+        ("constant:infs", "not between 1us and one day"),
+        ("constant:1e300", "not between 1us and one day"),
+        ("constant:86401s", "not between 1us and one day"),
         ("poisson:/s", "not a rate such as 20/s"),
         ("poisson:5ms/s", "not a rate such as 20/s"),
-        ("poisson:0/s", "not within one a day and 1000000/s"),
-        ("poisson:-3/s", "not within one a day and 1000000/s"),
-        ("poisson:nan/s", "not within one a day and 1000000/s"),
-        ("poisson:1e7/s", "not within one a day and 1000000/s"),
+        ("poisson:0/s", "not between one per day and 1000000/s"),
+        ("poisson:-3/s", "not between one per day and 1000000/s"),
+        ("poisson:nan/s", "not between one per day and 1000000/s"),
+        ("poisson:1e7/s", "not between one per day and 1000000/s"),
         ("gamma:5:0", "not a shape: expected a number from 0.01 to 10000"),
         ("gamma:5:inf", "not a shape"),
         ("gamma:5:NaN", "not a shape"),
         ("gamma:5:-1", "not a shape"),
         ("ramp:5:1s", "not a pair of rates such as 1/s-20/s"),
-        ("ramp:-5-6:1s", "not a rate: expected a number per second"),
+        ("ramp:-5-6:1s", "not a rate: expected requests per second"),
         ("ramp:1-NaN:1s", "not a rate"),
         ("ramp:1-2e6:1s", "not a rate"),
         ("ramp:5ms-6ms:1s", "not a rate"),
         ("ramp:5-0:1s", "cannot end at 0"),
-        ("ramp:5-6:0s", "not within 1us and a day"),
-        ("ramp-exponential:0-6:1s", "cannot begin at 0"),
+        ("ramp:5-6:0s", "not between 1us and one day"),
+        ("ramp-exponential:0-6:1s", "cannot start at 0"),
         ("ramp-exponential:-0-6:1s", "not a rate"),
         ("users:0", "not a number of users from 1 to 100000"),
         ("users:-1", "not a number of users"),
         ("users:1.5", "not a number of users"),
         ("users:100001", "not a number of users"),
-        ("users:2:-1s", "not within 0ms and a day"),
+        ("users:2:-1s", "not between 0ms and one day"),
     ] {
         let refused = text.parse::<Arrivals>().unwrap_err();
-        assert!(refused.contains(said), "{text}: {refused}");
+        assert!(refused.contains(expected), "{text}: {refused}");
     }
 }

@@ -1,4 +1,4 @@
-//! The page as a whole, read back with a parser of XML, which it is written to satisfy too.
+//! Tests of the rendered page, parsed with an XML parser, because the page is also well-formed XML.
 
 mod sample;
 
@@ -16,7 +16,7 @@ fn parse(page: &str) -> Document<'_> {
     Document::parse_with_options(page, options).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// All text below a node, its parts and its words one space apart.
+/// Returns all text below a node with whitespace collapsed to single spaces.
 fn text(node: Node) -> String {
     let texts = node.descendants().filter(Node::is_text).filter_map(|node| node.text());
     texts.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
@@ -46,7 +46,7 @@ fn every_text_is_escaped_wherever_it_stands() {
         let shows = |node: &&Node| {
             text(**node).contains("<script>alert('1')</script><b onload=\"x\">&amp;{{ 7 * 7 }}")
         };
-        // Captions are the page's own.
+        // Figure captions contain only built-in text.
         assert_eq!(nodes.iter().any(|node| shows(&node)), place != "figcaption", "<{place}>");
     }
     assert!(of_class(&document, "plot").any(|node| node.attribute("aria-label").unwrap().contains(hostile)));
@@ -84,14 +84,14 @@ fn every_key_figure_is_on_a_card() {
     let cards = text(of_class(&document, "cards").next().unwrap());
     let expected = [
         "1,003 of 1,017; 4 failed, 3 hung up, 6 unsent",
-        "1,267 tok/s 2,222 at most in a second",
-        "9.87 req/s 10 asked for",
+        "1,267 tok/s peak 2,222 per second",
+        "9.87 req/s 10 planned",
         "111 ms p50 255 ms p99",
         "17.0 ms p50 39.1 ms p99",
         "1,900 ms p50 4,370 ms p99",
-        "23.4 on the mean 41 at most",
+        "23.4 on average peak 41",
         "67.8 %",
-        "9.04 req/s 913 (90.3 %) kept E2EL ≤ 2,500.5 ms and TTFT ≤ 200 ms",
+        "9.04 req/s 913 (90.3 %) within E2EL ≤ 2,500.5 ms and TTFT ≤ 200 ms",
     ];
     for figures in expected {
         assert!(cards.contains(figures), "{figures} is not in {cards}");
@@ -121,14 +121,14 @@ fn a_run_without_anything_says_so_and_draws_nothing() {
     let document = parse(&page);
     assert_eq!(of_class(&document, "plot").count(), 0);
     let all = text(document.root());
-    let said = [
+    let expected = [
         "No request completed",
         "There are no runs",
         "The sweep has no steps",
         "No rows",
         "Nothing was measured",
     ];
-    assert!(said.iter().all(|said| all.contains(said)), "{all}");
+    assert!(expected.iter().all(|expected| all.contains(expected)), "{all}");
     parse(&super::page("", &[]));
 }
 

@@ -1,4 +1,4 @@
-//! Reports to make pages of.
+//! Sample reports for page tests.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-/// A report in which each figure is a number of its own.
+/// Returns a report in which every value is distinct.
 pub fn run() -> RunReport {
     let failures = Failures { count: 4, first: "queue full".into() };
     RunReport {
@@ -80,7 +80,7 @@ pub fn distribution(median: f64) -> Distribution {
     Distribution { stats, histogram: vec![(median, 502), (p90, 491), (max, 10)] }
 }
 
-/// With everything that a report can have.
+/// Returns a report with all optional parts.
 pub fn full() -> RunReport {
     let stats = Some(distribution(31.0).stats);
     let model = |model: &str| ModelReport {
@@ -104,7 +104,7 @@ pub fn full() -> RunReport {
     }
 }
 
-/// One section of each kind, with `text` wherever a text may come from elsewhere.
+/// Returns one section of each kind, with `text` in every place that can hold external text.
 pub fn sections(text: &str) -> Vec<Section> {
     let owned = || text.to_string();
     let mut run = full();
